@@ -1,0 +1,79 @@
+"""Typed errors, and the one place where they are mapped to HTTP.
+
+JserveError
+├── ConfigError            flags or a model that cannot be served (start-up; exit code 2)
+│   └── WeightError        a checkpoint that is missing a tensor, truncated, or of the wrong shape
+├── RequestError           the caller's fault (400); `.param` names the field
+│   ├── NotFoundError      unknown model or route object (404)
+│   ├── AuthError          missing or wrong key (401)
+│   └── TooLargeError      body over the limit (413)
+├── QueueFullError         the waiting queue is full (503)
+└── EngineDeadError        the engine process ended or lost its device (503)
+
+Our own faults are `assert`s with both values, never one of these.
+"""
+
+from __future__ import annotations
+
+
+class JserveError(Exception):
+    """Base of every error that jserve raises on purpose."""
+
+    status_code = 500
+    err_type = "InternalServerError"
+
+
+class ConfigError(JserveError):
+    """A configuration that cannot work; the message names the flags and what would work."""
+
+
+class WeightError(ConfigError):
+    """A checkpoint that cannot be loaded; the message names file and tensor."""
+
+
+class RequestError(JserveError):
+    """A request that cannot be served as written: `message` says what is wrong and what would be
+    right, `param` is the field at fault, dotted for nested ones, or None for the whole body."""
+
+    status_code = 400
+    err_type = "BadRequestError"
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class NotFoundError(RequestError):
+    """The request names something that does not exist here."""
+
+    status_code = 404
+    err_type = "NotFoundError"
+
+
+class AuthError(RequestError):
+    """The bearer key is missing or wrong."""
+
+    status_code = 401
+    err_type = "AuthenticationError"
+
+
+class TooLargeError(RequestError):
+    """The body is larger than the server accepts."""
+
+    status_code = 413
+    err_type = "RequestEntityTooLarge"
+
+
+class QueueFullError(JserveError):
+    """The waiting queue is full; try again later."""
+
+    status_code = 503
+    err_type = "ServiceUnavailableError"
+
+
+class EngineDeadError(JserveError):
+    """The engine process ended; open requests are lost."""
+
+    status_code = 503
+    err_type = "ServiceUnavailableError"

@@ -1,0 +1,63 @@
+"""Nouns that cross rooms: model hyper-parameters, sampling parameters, and the messages between the
+two processes. Pure data; imports neither jax nor any other room but errors.
+"""
+
+from jserve.types.logprobs import (
+    MAX_LOGPROB_IDS,
+    MAX_TOP_LOGPROBS,
+    LogprobParams,
+    TokenLogprobs,
+)
+from jserve.types.messages import (
+    Abort,
+    Control,
+    ControlReply,
+    Delta,
+    Deltas,
+    FinishReason,
+    FromEngine,
+    Gauges,
+    GenerateRequest,
+    Output,
+    Progress,
+    Submit,
+    Times,
+    ToEngine,
+)
+from jserve.types.model import KVShape, ModelConfig, RopeConfig
+from jserve.types.sampling import (
+    MAX_LOGIT_BIAS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    TOP_K_ALL,
+    SamplingParams,
+)
+
+__all__ = [
+    "MAX_LOGIT_BIAS",
+    "MAX_LOGPROB_IDS",
+    "MAX_STOP_STRINGS",
+    "MAX_STOP_TOKEN_IDS",
+    "MAX_TOP_LOGPROBS",
+    "TOP_K_ALL",
+    "Abort",
+    "Control",
+    "ControlReply",
+    "Delta",
+    "Deltas",
+    "FinishReason",
+    "FromEngine",
+    "Gauges",
+    "GenerateRequest",
+    "KVShape",
+    "LogprobParams",
+    "ModelConfig",
+    "Output",
+    "Progress",
+    "RopeConfig",
+    "SamplingParams",
+    "Submit",
+    "Times",
+    "ToEngine",
+    "TokenLogprobs",
+]
