@@ -1,0 +1,393 @@
+"""Attention on GPUs: two Pallas kernels for the Triton backend, both over the paged pool.
+
+    decode    one token a row: (kv head, row, split of the context); XLA combines the splits
+    prefill   (tile of consecutive queries of one row, kv head), causal over prefix and new tokens
+
+A mixed batch runs decode on its first distribution[0] rows and prefill, into the same buffer, on
+the rest; nothing branches outside the kernels. Both run in interpret mode on CPU.
+
+No load or store is masked. Indices past an edge are clamped to it: a key past the context's end
+reads the row's last key and its score is masked; a query (or query head) past the tile's end is a
+copy of the last one, computes the same values and stores them to the same place. So nothing outside
+the row's own tokens is ever read, and what a page holds beyond them does not matter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.attention.batch import AttentionMeta, KVLayer
+from pallas_kernels.attention.splits import combine_splits
+from pallas_kernels.attention.tuning import block_sizes
+
+MASKED = -1e30  # finite, so that a block without visible keys yields no NaN
+LOG2E = math.log2(math.e)
+Sizes = Callable[..., dict[str, int]]  # as tuning.block_sizes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Spec:
+    """What both kernels know when they are traced."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    block: int  # tokens of a KV block, a power of two
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.heads // self.kv_heads
+
+
+def attention(
+    q: jax.Array,  # [T, H, D]
+    kv_layer: KVLayer,
+    meta: AttentionMeta,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    interpret: bool = False,
+    sizes: Sizes = block_sizes,
+) -> jax.Array:
+    """Attention of a ragged batch over a split pool. Returns [T, H, D] in q's dtype.
+
+    Sums are float32, and float32 inputs are multiplied in full precision, not tf32. `interpret`
+    runs the kernels' code on CPU; `sizes` says where block sizes come from.
+    """
+    if kv_layer.v is None:
+        raise NotImplementedError("pallas_triton reads the split KV layout only")
+    if sinks is not None:
+        raise NotImplementedError("pallas_triton has no attention sinks")
+    tokens, heads, head_dim = q.shape
+    _, page_size, kv_heads, pool_dim = kv_layer.k.shape
+    if head_dim < 16 or pool_dim != head_dim:
+        raise NotImplementedError(
+            f"pallas_triton needs head_dim ≥ 16, the pool's own: {head_dim=} {pool_dim=}"
+        )
+    rows = meta.kv_lens.shape[0]
+    spec = Spec(heads, kv_heads, head_dim, page_size, scale, window, soft_cap, block=0)
+    out = _decode(q, kv_layer, meta, spec, sizes, interpret)  # [R, H, D]
+    out = out[:tokens] if tokens <= rows else jnp.pad(out, ((0, tokens - rows), (0, 0), (0, 0)))
+    if meta.max_q_len == 1:
+        return out
+    return _prefill(out, q, kv_layer, meta, spec, sizes, interpret)
+
+
+def _decode(
+    q: jax.Array,
+    kv_layer: KVLayer,
+    meta: AttentionMeta,
+    spec: Spec,
+    sizes: Sizes,
+    interpret: bool,
+) -> jax.Array:
+    """[R, H, D]: row r's attention of token r for the decode rows, 0 for the others."""
+    decode_only = meta.max_q_len == 1
+    rows = meta.kv_lens.shape[0]
+    tuned = sizes("pallas_triton.decode", programs=rows * spec.kv_heads)
+    spec = _sized(spec, q.dtype, tuned["block"])
+    splits = min(tuned["splits"], pl.cdiv(meta.page_table.shape[1] * spec.page_size, spec.block))
+    if splits == 1:
+        out_shape: Any = jax.ShapeDtypeStruct((rows, spec.heads, spec.head_dim), q.dtype)
+    else:
+        parts = (rows, splits, spec.heads)
+        out_shape = (
+            jax.ShapeDtypeStruct((*parts, spec.head_dim), jnp.float32),
+            jax.ShapeDtypeStruct(parts, jnp.float32),
+            jax.ShapeDtypeStruct(parts, jnp.float32),
+        )
+    out = pl.pallas_call(
+        functools.partial(_decode_kernel, spec=spec, splits=splits, last_row=int(decode_only)),
+        grid=(spec.kv_heads, rows, splits),
+        out_shape=out_shape,
+        compiler_params=plgpu.CompilerParams(num_warps=tuned["warps"], num_stages=tuned["stages"]),
+        interpret=interpret,
+        name="flash_decode",
+    )(
+        kv_layer.first_page.reshape(1),
+        meta.distribution,
+        meta.page_table,
+        meta.kv_lens,
+        q,
+        *_slots(kv_layer),
+    )
+    return out if splits == 1 else combine_splits(*out).astype(q.dtype)
+
+
+def _decode_kernel(
+    first_page_ref: Any,  # [1]
+    distribution_ref: Any,  # [2]
+    table_ref: Any,  # [R, P]
+    kv_lens_ref: Any,  # [R]
+    q_ref: Any,  # [T, H, D]
+    k_ref: Any,  # [slots, K, D]
+    v_ref: Any,
+    # one split: [R, H, D]; else [R, splits, H, D], and maximum and total [R, splits, H]
+    *out_refs: Any,
+    spec: Spec,
+    splits: int,
+    last_row: int,  # index in distribution of the number of rows to serve
+) -> None:
+    head, row, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    first_page, num_decode = first_page_ref[0], distribution_ref[last_row]
+    kv_len = jnp.where(row < num_decode, kv_lens_ref[row], 0)
+    begin = jnp.int32(0) if spec.window is None else jnp.maximum(kv_len - spec.window, 0)
+    # Each split takes an equal run of whole blocks; late ones may have none.
+    first = begin // spec.block
+    last = pl.cdiv(kv_len, spec.block)
+    per_split = pl.cdiv(last - first, splits)
+    first = first + split * per_split
+    last = jnp.minimum(first + per_split, last)
+
+    padded = max(16, pl.next_power_of_2(spec.group))
+    heads = head * spec.group + jnp.minimum(jnp.arange(padded), spec.group - 1)
+    token = jnp.minimum(row, q_ref.shape[0] - 1)
+    query = _load_rows(q_ref, (jnp.broadcast_to(token, heads.shape), heads), spec)  # [Gp, D]
+
+    def one_block(i: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        position = i * spec.block + jnp.arange(spec.block)
+        visible = (position >= begin) & (position < kv_len)
+        index = jnp.clip(position, begin, kv_len - 1)
+        keys, values = _load_block(k_ref, v_ref, table_ref, row, index, head, first_page, spec)
+        return _accumulate(state, query, keys, values, visible[None, :], spec)
+
+    weighted, maximum, total = lax.fori_loop(first, last, one_block, _empty(padded, spec))
+    if splits == 1:
+        result = weighted / jnp.maximum(total, 1e-30)[:, None]
+        _store_rows(out_refs[0], (jnp.broadcast_to(row, heads.shape), heads), result, spec)
+        return
+    at = (jnp.broadcast_to(row, heads.shape), jnp.broadcast_to(split, heads.shape), heads)
+    _store_rows(out_refs[0], at, weighted, spec)
+    out_refs[1][at] = maximum
+    out_refs[2][at] = total
+
+
+def _prefill(
+    out: jax.Array,
+    q: jax.Array,
+    kv_layer: KVLayer,
+    meta: AttentionMeta,
+    spec: Spec,
+    sizes: Sizes,
+    interpret: bool,
+) -> jax.Array:
+    """`out` [T, H, D] with the tokens of the rows from distribution[0] on filled in."""
+    tuned = sizes("pallas_triton.prefill", head_dim=spec.head_dim)
+    tokens, rows = q.shape[0], meta.kv_lens.shape[0]
+    spec = _sized(spec, q.dtype, tuned["block"])
+    padded = pl.next_power_of_2(spec.group)
+    stacked = tuned["queries"] if q.dtype != jnp.float32 else min(tuned["queries"], 64)
+    query_block = max(min(stacked // padded, pl.next_power_of_2(tokens)), pl.cdiv(16, padded))
+    return pl.pallas_call(
+        functools.partial(_prefill_kernel, spec=spec, query_block=query_block),
+        grid=(tokens // query_block + rows, spec.kv_heads),
+        out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),
+        input_output_aliases={8: 0},
+        compiler_params=plgpu.CompilerParams(num_warps=tuned["warps"], num_stages=tuned["stages"]),
+        interpret=interpret,
+        name="ragged_prefill",
+    )(
+        kv_layer.first_page.reshape(1),
+        meta.distribution,
+        meta.cu_q_lens,
+        meta.page_table,
+        meta.kv_lens,
+        q,
+        *_slots(kv_layer),
+        out,
+    )
+
+
+def _prefill_kernel(
+    first_page_ref: Any,  # [1]
+    distribution_ref: Any,  # [2]
+    cu_q_lens_ref: Any,  # [R + 1]
+    table_ref: Any,  # [R, P]
+    kv_lens_ref: Any,  # [R]
+    q_ref: Any,  # [T, H, D]
+    k_ref: Any,  # [slots, K, D]
+    v_ref: Any,
+    _: Any,  # the buffer that out_ref aliases
+    out_ref: Any,  # [T, H, D]
+    *,
+    spec: Spec,
+    query_block: int,
+) -> None:
+    # The last tiles of a row are its longest: the first programs take them.
+    tile, head = pl.num_programs(0) - 1 - pl.program_id(0), pl.program_id(1)
+    row, offset = _locate(cu_q_lens_ref, tile, query_block)
+    start = cu_q_lens_ref[row]
+    q_len = cu_q_lens_ref[row + 1] - start
+    first_page = first_page_ref[0]
+
+    @pl.when((row >= distribution_ref[0]) & (row < distribution_ref[1]) & (offset < q_len))
+    def _tile() -> None:
+        kv_len = kv_lens_ref[row]
+        padded = pl.next_power_of_2(spec.group)
+        lane = jnp.arange(query_block * padded)
+        query_index = jnp.minimum(offset + lane // padded, q_len - 1)
+        heads = head * spec.group + jnp.minimum(lane % padded, spec.group - 1)
+        at = (start + query_index, heads)
+        query = _load_rows(q_ref, at, spec)  # [M, D]
+        query_position = (kv_len - q_len + query_index)[:, None]
+        position = kv_len - q_len + offset  # of the first query
+        end = kv_len - q_len + jnp.minimum(offset + query_block, q_len)
+        begin = jnp.int32(0)
+        if spec.window is not None:
+            begin = jnp.maximum(position - spec.window + 1, 0)
+
+        def one_block(
+            i: jax.Array, state: tuple[jax.Array, ...], *, masked: bool
+        ) -> tuple[jax.Array, ...]:
+            index = i * spec.block + jnp.arange(spec.block)
+            visible = None
+            if masked:
+                visible = index[None, :] <= query_position
+                if spec.window is not None:
+                    visible &= index[None, :] > query_position - spec.window
+                index = jnp.clip(index, begin, end - 1)
+            keys, values = _load_block(k_ref, v_ref, table_ref, row, index, head, first_page, spec)
+            return _accumulate(state, query, keys, values, visible, spec)
+
+        state = _empty(query_block * padded, spec)
+        first = begin // spec.block
+        if spec.window is None:  # blocks that every query of the tile sees whole
+            whole = (position + 1) // spec.block
+            state = lax.fori_loop(first, whole, functools.partial(one_block, masked=False), state)
+            first = whole
+        weighted, _, total = lax.fori_loop(
+            first, pl.cdiv(end, spec.block), functools.partial(one_block, masked=True), state
+        )
+        _store_rows(out_ref, at, weighted / total[:, None], spec)
+
+
+def _locate(cu_q_lens_ref: Any, tile: jax.Array, query_block: int) -> tuple[jax.Array, jax.Array]:
+    """Row of a tile, and the row's query that it begins with (beyond the row's end for a spare
+    tile).
+
+    Row r's tiles begin at cu_q_lens[r] // query_block + r: rows never share a tile, and no scan is
+    needed.
+    """
+    rows = cu_q_lens_ref.shape[0] - 1
+    lane = jnp.arange(pl.next_power_of_2(max(rows, 2)))
+    first_tile = cu_q_lens_ref[jnp.minimum(lane, rows)] // query_block + lane
+    row = jnp.sum(((first_tile <= tile) & (lane < rows)).astype(jnp.int32)) - 1
+    return row, (tile - cu_q_lens_ref[row] // query_block - row) * query_block
+
+
+def _load_block(
+    k_ref: Any,
+    v_ref: Any,
+    table_ref: Any,
+    row: jax.Array,
+    index: jax.Array,  # [N] positions in the row's context
+    head: jax.Array,
+    first_page: jax.Array,
+    spec: Spec,
+) -> tuple[jax.Array, jax.Array]:
+    """Keys and values [N, D] of one KV head."""
+    page_size = jnp.int32(spec.page_size)
+    column = lax.div(index, page_size)
+    page = table_ref[jnp.broadcast_to(row, index.shape), column] + first_page
+    slot = page * page_size + lax.rem(index, page_size)
+    at = (slot, jnp.broadcast_to(head, slot.shape))
+    return _load_rows(k_ref, at, spec), _load_rows(v_ref, at, spec)
+
+
+def _accumulate(
+    state: tuple[jax.Array, ...],
+    query: jax.Array,  # [M, D]
+    keys: jax.Array,  # [N, D]
+    values: jax.Array,  # [N, D]
+    visible: jax.Array | None,  # [M or 1, N]
+    spec: Spec,
+) -> tuple[jax.Array, ...]:
+    """One step of the online softmax, in base 2."""
+    weighted, maximum, total = state
+    scores = _dot(query, keys.astype(query.dtype).T)
+    if spec.soft_cap is None:
+        scores = scores * (spec.scale * LOG2E)
+    else:
+        scores = jnp.tanh(scores * (spec.scale / spec.soft_cap)) * (spec.soft_cap * LOG2E)
+    if visible is not None:
+        scores = jnp.where(visible, scores, MASKED)
+    new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=1))
+    weights = jnp.exp2(scores - new_maximum[:, None])
+    shrink = jnp.exp2(maximum - new_maximum)
+    total = total * shrink + jnp.sum(weights, axis=1)
+    values = values.astype(query.dtype)
+    weighted = weighted * shrink[:, None] + _dot(weights.astype(query.dtype), values)
+    return weighted, new_maximum, total
+
+
+def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _empty(queries: int, spec: Spec) -> tuple[jax.Array, ...]:
+    width = pl.next_power_of_2(spec.head_dim)
+    return (
+        jnp.zeros((queries, width), jnp.float32),
+        jnp.full((queries,), MASKED, jnp.float32),
+        jnp.zeros((queries,), jnp.float32),
+    )
+
+
+def _columns(at: tuple[jax.Array, ...], spec: Spec) -> tuple[Any, ...]:
+    """Index of whole rows of head_dim; a width that is no power of two repeats its last column."""
+    width = pl.next_power_of_2(spec.head_dim)
+    if width == spec.head_dim:
+        return (*at, slice(None))
+    shape = (at[0].shape[0], width)
+    column = jnp.minimum(jnp.arange(width), spec.head_dim - 1)
+    return (
+        *(jnp.broadcast_to(x[:, None], shape) for x in at),
+        jnp.broadcast_to(column[None, :], shape),
+    )
+
+
+def _load_rows(ref: Any, at: tuple[jax.Array, ...], spec: Spec) -> jax.Array:
+    rows = ref[_columns(at, spec)]
+    if rows.shape[1] == spec.head_dim:
+        return rows
+    real = (jnp.arange(rows.shape[1]) < spec.head_dim)[None, :]
+    return jnp.where(real, rows, jnp.zeros((), rows.dtype))
+
+
+def _store_rows(ref: Any, at: tuple[jax.Array, ...], rows: jax.Array, spec: Spec) -> None:
+    if rows.shape[1] != spec.head_dim:  # repeated columns must carry the last one's values
+        last = jnp.arange(rows.shape[1]) == spec.head_dim - 1
+        kept = jnp.arange(rows.shape[1]) < spec.head_dim
+        edge = jnp.sum(jnp.where(last[None, :], rows, 0.0), axis=1)
+        rows = jnp.where(kept[None, :], rows, edge[:, None])
+    ref[_columns(at, spec)] = rows.astype(ref.dtype)
+
+
+def _slots(kv_layer: KVLayer) -> tuple[jax.Array, jax.Array]:
+    """The pool as [slots, K, D]."""
+    assert kv_layer.v is not None
+    shape = (-1, *kv_layer.k.shape[2:])
+    return kv_layer.k.reshape(shape), kv_layer.v.reshape(shape)
+
+
+def _sized(spec: Spec, dtype: jnp.dtype, block: int) -> Spec:
+    """Spec with its KV block: float32 takes half, for shared memory."""
+    return dataclasses.replace(spec, block=block if dtype != jnp.float32 else max(16, block // 2))
