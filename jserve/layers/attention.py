@@ -1,0 +1,62 @@
+"""Self-attention over the paged KV pool: projections, head layout, and the call of the one op.
+
+Legend: T tokens, C hidden size, H query heads, K stored KV heads, G = H / K, D head_dim.
+The fused projection is interleaved by KV head, [C, K · (G + 2) · D]: each KV head's G query heads,
+its key, its value. Splitting the axis by KV heads therefore gives every shard whole groups, and
+attention itself needs no collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+from flax import nnx
+
+from jserve.batch import CallContext
+from jserve.layers.linear import Linear
+from jserve.layers.norm import RMSNorm
+from jserve.layers.rope import Rotary, rotate
+from pallas_kernels.attention import KVLayer
+from sharding.rules import Rules
+
+
+class Attention(nnx.Module):
+    """`op` is pallas_kernels.attention.attend with this layer's static arguments."""
+
+    def __init__(
+        self,
+        qkv: Linear,
+        output: Linear,
+        q_norm: RMSNorm | None,
+        k_norm: RMSNorm | None,
+        *,
+        num_kv_heads: int,
+        head_dim: int,
+        op: Callable[..., tuple[jax.Array, KVLayer]],
+        rules: Rules,
+    ) -> None:
+        self.qkv, self.output, self.q_norm, self.k_norm = qkv, output, q_norm, k_norm
+        self.num_kv_heads, self.head_dim, self.op, self.rules = num_kv_heads, head_dim, op, rules
+
+    def __call__(
+        self, x: jax.Array, kv_layer: KVLayer, angles: Rotary, context: CallContext
+    ) -> tuple[jax.Array, KVLayer]:  # x [T, C]
+        tokens, head_dim = x.shape[0], self.head_dim
+        fused = self.qkv(x).reshape(tokens, self.num_kv_heads, -1, head_dim)  # [T, K, G + 2, D]
+        q, k, v = fused[:, :, :-2], fused[:, :, -2], fused[:, :, -1]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q = rotate(q, angles).reshape(tokens, -1, head_dim)
+        # Inside shard_map an implementation sees one device's heads and nothing of the mesh.
+        heads, whole = self.rules.spec((None, "kv_heads", None)), self.rules.spec(())
+        pool = self.rules.spec((None, None, "kv_heads", None))
+        layer = KVLayer(pool, None if kv_layer.v is None else pool, whole)  # type: ignore[arg-type]
+        out, kv_layer = jax.shard_map(
+            self.op,
+            mesh=self.rules.mesh,
+            in_specs=(heads, heads, heads, layer, whole),
+            out_specs=(heads, layer),
+            check_vma=False,
+        )(q, rotate(k, angles), v, kv_layer, context.meta)
+        return self.output(out.reshape(tokens, -1)), kv_layer

@@ -1,0 +1,34 @@
+"""The vocabulary's two ends: token ids → hidden rows, and hidden rows → logits. Split over `vocab`.
+
+Legend: V vocabulary, C hidden size. The matrix is [V, C] at both ends, so a tied head is the same
+array; zero rows are appended until the shards are even.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jserve.layers.linear import contract
+from sharding.rules import Rules
+
+
+class Embedding(nnx.Module):
+    """`vocab_size` is V without the appended rows; `scale` multiplies looked-up rows (Gemma)."""
+
+    def __init__(
+        self, weight: nnx.Param, vocab_size: int, rules: Rules, scale: float = 1.0
+    ) -> None:
+        self.weight, self.vocab_size, self.rules, self.scale = weight, vocab_size, rules, scale
+
+    def __call__(self, token_ids: jax.Array) -> jax.Array:  # [T] → [T, C]
+        # NOTE: ids are clipped, because the default mode answers an id out of range with NaN.
+        rows = jnp.take(self.weight[...], token_ids, axis=0, mode="clip")
+        rows = self.rules.constrain(rows, (None, None))
+        return rows if self.scale == 1.0 else rows * jnp.asarray(self.scale, rows.dtype)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:  # [N, C] → float32 [N, V], replicated
+        y = contract(hidden, self.weight[...], axis=1, out_dtype=jnp.dtype(jnp.float32))
+        y = self.rules.constrain(self.rules.constrain(y, (None, "vocab")), (None, None))
+        return y[:, : self.vocab_size]

@@ -1,0 +1,34 @@
+"""The gated feed-forward layer: down(activation(gate(x)) · up(x)).
+
+Legend: C hidden size, F intermediate size, S shards of the MLP axis. Gate and up are one matrix
+[C, 2F] of S column blocks, each [its gate columns, its up columns], so that every shard holds both
+halves of its own F / S.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+
+import jax
+from flax import nnx
+
+from jserve.layers.linear import Linear
+
+ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
+
+
+class GatedMLP(nnx.Module):
+    def __init__(self, gate_up: Linear, down: Linear, activation: str, shards: int) -> None:
+        self.gate_up, self.down = gate_up, down
+        self.activation, self.shards = activation, shards
+
+    def __call__(self, x: jax.Array) -> jax.Array:  # [T, C] → [T, C]
+        num_tokens = x.shape[0]
+        blocks = self.gate_up(x).reshape(num_tokens, self.shards, -1)  # [T, S, 2F/S]
+        half = blocks.shape[-1] // 2
+        wide = ACTIVATIONS[self.activation](blocks[..., :half]) * blocks[..., half:]
+        return self.down(wide.reshape(num_tokens, -1))

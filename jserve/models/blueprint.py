@@ -1,0 +1,202 @@
+"""Builds a decoder's modules, each parameter described once: shape, axes, checkpoint tensors.
+
+Works at start only and allocates nothing; what the modules compute is layers' business. `path` is a
+module's key in the flat parameters, `name` what the checkpoint calls it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jserve.errors import ConfigError
+from jserve.layers.attention import Attention
+from jserve.layers.embedding import Embedding
+from jserve.layers.linear import Linear
+from jserve.layers.mlp import GatedMLP
+from jserve.layers.norm import RMSNorm
+from jserve.models.head_layout import HeadLayout
+from jserve.types import ModelConfig
+from jserve.weights.spec import Piece, WeightSpec
+from pallas_kernels.attention import attend
+from sharding.rules import Rules
+
+Place = Callable[[np.ndarray, np.ndarray], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Blueprint:
+    """What all modules of one model agree on. `norm_offset` is that of all its norms (RMSNorm)."""
+
+    config: ModelConfig
+    rules: Rules
+    dtype: str
+    backend: str | None
+    norm_offset: float = 0.0
+
+    @property
+    def heads(self) -> HeadLayout:
+        """Raises ConfigError when the heads do not divide over the mesh."""
+        return HeadLayout.of(self.config, self.rules.size("kv_heads"))
+
+    def norm(self, path: str, name: str, size: int) -> RMSNorm:
+        weight = self._vector(f"{path}.weight", f"{name}.weight", size, 1.0 - self.norm_offset)
+        return RMSNorm(weight, self.config.rms_norm_eps, self.norm_offset)
+
+    def embedding(self, path: str, name: str, scale: float = 1.0) -> Embedding:
+        size, width = self.config.vocab_size, self.config.hidden_size
+        shards = self.rules.size("vocab")
+        padded = (-(-size // shards) * shards, width)
+        piece = Piece(f"{name}.weight", (size, width), _place_rows)
+        weight = self._parameter(f"{path}.weight", padded, ("vocab", None), [piece])
+        return Embedding(weight, size, self.rules, scale)
+
+    def attention(self, path: str, name: str, window: int | None) -> Attention:
+        """`window` is the layer's own, static."""
+        config, heads = self.config, self.heads
+        parts = {
+            f"{name}.{which}_proj": (count * heads.head_dim, functools.partial(heads.place, which))
+            for which, count in (
+                ("q", config.num_heads),
+                ("k", config.num_kv_heads),
+                ("v", config.num_kv_heads),
+            )
+        }
+        size = (config.hidden_size, heads.fused_width)
+        qkv = self._fused(f"{path}.qkv", parts, size, "kv_heads", config.qkv_bias, None)
+        size = (config.num_heads * config.head_dim, config.hidden_size)
+        output = self._linear(
+            f"{path}.output", f"{name}.o_proj", size, "heads", bias=config.output_bias
+        )
+        norms = {
+            which: self.norm(f"{path}.{which}", f"{name}.{which}", config.head_dim)
+            for which in ("q_norm", "k_norm")
+            if config.qk_norm
+        }
+        scale = config.attention_scale
+        op = functools.partial(
+            attend,
+            scale=config.head_dim**-0.5 if scale is None else scale,
+            window=window,
+            soft_cap=config.attention_soft_cap,
+            implementation=self.backend,
+            platform=self.rules.platform,
+        )
+        return Attention(
+            qkv,
+            output,
+            norms.get("q_norm"),
+            norms.get("k_norm"),
+            num_kv_heads=heads.num_kv_heads,
+            head_dim=heads.head_dim,
+            op=op,
+            rules=self.rules,
+        )
+
+    def mlp(self, path: str, name: str) -> GatedMLP:
+        """Raises ConfigError when the width does not divide over the mesh."""
+        config, shards = self.config, self.rules.size("mlp")
+        width, hidden, bias = config.intermediate_size, config.hidden_size, config.mlp_bias
+        if width % shards:
+            raise ConfigError(
+                f"the model's intermediate size {width} does not divide over --tp-size {shards}"
+            )
+        parts = {
+            f"{name}.{half}_proj": (width, functools.partial(_place_half, index, shards))
+            for index, half in enumerate(("gate", "up"))
+        }
+        gate_up = self._fused(f"{path}.gate_up", parts, (hidden, 2 * width), "mlp", bias, 0.0)
+        down = self._linear(f"{path}.down", f"{name}.down_proj", (width, hidden), "mlp", bias=bias)
+        return GatedMLP(gate_up, down, config.activation, shards)
+
+    def _fused(
+        self,
+        path: str,
+        parts: dict[str, tuple[int, Place]],
+        size: tuple[int, int],
+        axis: str,
+        bias: bool,
+        bias_value: float | None,
+    ) -> Linear:
+        """[I, O] split over outputs, of `parts`: checkpoint name → (outputs, place)."""
+
+        def parameter(kind: str, lead: tuple[int, ...], value: float | None = None) -> nnx.Param:
+            pieces = [
+                Piece(f"{name}.{kind}", (width, *lead), place)
+                for name, (width, place) in parts.items()
+            ]
+            shape, axes = (*lead, size[1]), (*(None for _ in lead), axis)
+            return self._parameter(f"{path}.{kind}", shape, axes, pieces, value)
+
+        weight = parameter("weight", size[:1])
+        return Linear(weight, parameter("bias", (), bias_value) if bias else None, axis, self.rules)
+
+    def _linear(
+        self, path: str, name: str, size: tuple[int, int], axis: str, *, bias: bool
+    ) -> Linear:
+        """[I, O] split over inputs; the checkpoint has it as [O, I]."""
+        piece = Piece(f"{name}.weight", size[::-1], _place_transposed)
+        weight = self._parameter(f"{path}.weight", size, (axis, None), [piece])
+        added = self._vector(f"{path}.bias", f"{name}.bias", size[1], 0.0) if bias else None
+        return Linear(weight, added, None, self.rules)
+
+    def _vector(self, path: str, name: str, size: int, value: float) -> nnx.Param:
+        piece = Piece(name, (size,), _place_as_is)
+        return self._parameter(path, (size,), (None,), [piece], value)
+
+    def _parameter(
+        self,
+        path: str,
+        shape: tuple[int, ...],
+        axes: tuple[str | None, ...],
+        pieces: Iterable[Piece],
+        value: float | None = None,
+    ) -> nnx.Param:
+        """Without a value: arrays live in one flat dict and meet their module inside a trace."""
+        spec = WeightSpec(path, shape, self.dtype, axes, tuple(pieces), init_value=value)
+        return nnx.Param(jax.ShapeDtypeStruct(shape, self.dtype), spec=spec)
+
+
+#: Builds one decoder block of (blueprint, path, name, window): an nnx.Module called as
+#: block(x, kv_layer, angles, context) → (x, kv_layer).
+BlockFactory = Callable[[Blueprint, str, str, int | None], nnx.Module]
+
+
+class Decoder(nnx.Module):
+    """All modules of a decoder-only model. `prefix` stands before the checkpoint's names."""
+
+    def __init__(self, make: Blueprint, block: BlockFactory, prefix: str = "") -> None:
+        config, name = make.config, f"{prefix}model"
+        self.embed = make.embedding("embed", f"{name}.embed_tokens", config.embed_scale)
+        self.layers = nnx.List(
+            block(make, f"layers.{layer}", f"{name}.layers.{layer}", window)
+            for layer, window in enumerate(config.windows)
+        )
+        self.norm = make.norm("norm", f"{name}.norm", config.hidden_size)
+        tied = config.tie_embeddings
+        self.head = self.embed if tied else make.embedding("head", f"{prefix}lm_head")
+
+
+def _place_rows(target: np.ndarray, tensor: np.ndarray) -> None:
+    target[: len(tensor)] = tensor
+    target[len(tensor) :] = 0
+
+
+def _place_half(half: int, shards: int, target: np.ndarray, tensor: np.ndarray) -> None:
+    """Write [F, ...] (out first, as the checkpoint has it) into its columns of [..., 2F]."""
+    assert target.flags.c_contiguous, "a reshaped view is written"
+    blocks = target.reshape(*target.shape[:-1], shards, 2, -1)
+    blocks[..., half, :] = tensor.T.reshape(*target.shape[:-1], shards, -1)
+
+
+def _place_transposed(target: np.ndarray, tensor: np.ndarray) -> None:
+    target[...] = tensor.T
+
+
+def _place_as_is(target: np.ndarray, tensor: np.ndarray) -> None:
+    target[...] = tensor

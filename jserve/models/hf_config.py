@@ -1,0 +1,123 @@
+"""Reads what all families share from a Hugging Face config dict (config.json or one derived from
+GGUF metadata).
+
+Knows both spellings of rope settings: `rope_parameters` of transformers 5, and rope_theta with
+rope_scaling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jserve.errors import ConfigError
+from jserve.models.rope_scaling import SCALINGS
+from jserve.types import ModelConfig, RopeConfig
+
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def common_config(
+    architecture: str, hf: Mapping[str, Any], generation: Mapping[str, Any]
+) -> ModelConfig:
+    """The fields that mean the same in every family; raises ConfigError naming a missing or
+    unsupported one.
+    """
+    if hf.get("quantization_config"):
+        raise ConfigError(
+            "quantization_config: quantized safetensors checkpoints are not supported"
+        )
+    heads, num_layers = _need(hf, "num_attention_heads"), _need(hf, "num_hidden_layers")
+    hidden = _need(hf, "hidden_size")
+    # Gemma 3's nested form is read by its family; here a single rope is the rule.
+    settings = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    nested = "full_attention" in settings
+    rope = rope_config(hf, {} if nested else settings, theta=hf.get("rope_theta") or 10_000.0)
+    return ModelConfig(
+        architecture=architecture,
+        model_type=hf.get("model_type", ""),
+        vocab_size=_need(hf, "vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=_need(hf, "intermediate_size"),
+        num_layers=num_layers,
+        num_heads=heads,
+        num_kv_heads=hf.get("num_key_value_heads") or heads,
+        head_dim=hf.get("head_dim") or hidden // heads,
+        rms_norm_eps=hf.get("rms_norm_eps", 1e-6),
+        max_position=_max_position(hf, rope),
+        rope=rope,
+        windows=(None,) * num_layers,
+        tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
+        activation=_activation(hf),
+        dtype=_dtype(hf),
+        eos_token_ids=_eos_token_ids(hf, generation),
+        bos_token_id=hf.get("bos_token_id", generation.get("bos_token_id")),
+    )
+
+
+def rope_config(hf: Mapping[str, Any], settings: Mapping[str, Any], *, theta: float) -> RopeConfig:
+    """One rope from its settings dict; `theta` holds where the settings name none."""
+    scaling = settings.get("rope_type") or settings.get("type") or "default"
+    partial = settings.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
+    if partial not in (None, 1, 1.0):
+        raise ConfigError(f"partial_rotary_factor {partial} is not supported, only 1")
+    theta = float(settings.get("rope_theta") or theta)
+    if scaling == "default":
+        return RopeConfig(theta)
+    if scaling not in SCALINGS:
+        raise ConfigError(
+            f"rope scaling {scaling!r} is not supported; known: default, {', '.join(SCALINGS)}"
+        )
+    numbers = {
+        key: float(value) for key, value in settings.items() if isinstance(value, int | float)
+    }
+    numbers.pop("rope_theta", None)
+    if scaling != "linear":
+        numbers.setdefault(
+            "original_max_position_embeddings", float(_need(hf, "max_position_embeddings"))
+        )
+    wanted = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+    for key in wanted.get(scaling, ("factor",)):
+        if key not in numbers:
+            raise ConfigError(f"rope scaling {scaling!r} needs {key!r} in the model's config")
+    return RopeConfig(theta, scaling, tuple(sorted(numbers.items())))
+
+
+def _need(hf: Mapping[str, Any], key: str) -> Any:
+    value = hf.get(key)
+    if value is None:
+        raise ConfigError(f"the model's config lacks {key!r}")
+    return value
+
+
+def _max_position(hf: Mapping[str, Any], rope: RopeConfig) -> int:
+    """YaRN is switched on by its settings alone, the config's own length staying the trained one;
+    so take the larger.
+    """
+    length = int(_need(hf, "max_position_embeddings"))
+    if rope.scaling != "yarn":
+        return length
+    numbers = dict(rope.params)
+    return max(length, int(numbers["factor"] * numbers["original_max_position_embeddings"]))
+
+
+def _activation(hf: Mapping[str, Any]) -> str:
+    name = hf.get("hidden_activation") or hf.get("hidden_act") or "silu"
+    if name not in _ACTIVATIONS:
+        raise ConfigError(f"activation {name!r} is not supported; known: {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+def _dtype(hf: Mapping[str, Any]) -> str:
+    name = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
+    return name if name in _DTYPES else "float32"
+
+
+def _eos_token_ids(hf: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
+    """Any id that either file calls the end."""
+    ids: set[int] = set()
+    for source in (hf, generation):
+        value = source.get("eos_token_id")
+        ids.update(value if isinstance(value, list | tuple) else () if value is None else (value,))
+    return tuple(sorted(ids))

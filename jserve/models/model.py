@@ -1,0 +1,109 @@
+"""A served model: the whole decoder's parameters as a flat dict, and pure functions over them.
+
+Owns how layers are traced (each kind of block once) and where a layer's part of the KV pool
+begins. Knows neither how parameters are loaded nor what a request is. Legend: T tokens, N rows, C
+hidden size, V vocabulary, L layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jserve.batch import CallContext
+from jserve.cache.pool import KVPool
+from jserve.layers.rope import rotary
+from jserve.models.blueprint import Decoder
+from jserve.models.rope_scaling import frequencies_of
+from jserve.types import KVShape, ModelConfig
+from jserve.weights.spec import WeightSpec
+from pallas_kernels.attention import KVLayer
+
+
+class Model:
+    """`specs` order is the order of the flat parameter list; `head_params` are the keys that
+    `logits` reads; `cache` is what the pool keeps of a token.
+    """
+
+    def __init__(
+        self, config: ModelConfig, decoder: Decoder, cache: KVShape, *, page_size: int
+    ) -> None:
+        self.config, self.cache, self._page_size = config, cache, page_size
+        self.specs = _Part.split(decoder).specs
+        self._embed = _Part.split(decoder.embed)
+        self._layers = tuple(_Part.split(block) for block in decoder.layers)
+        self._norm = _Part.split(decoder.norm)
+        self._head = _Part.split(decoder.head)
+        self.head_params = tuple(spec.path for spec in self._head.specs)
+        # Blocks of one window share a rope, and one jitted function, traced and lowered once.
+        kinds = dict(zip(config.windows, self._layers, strict=True))
+        self._runs = {w: jax.jit(part.run_block) for w, part in kinds.items()}
+        local = config.rope_local or config.rope
+        self._ropes = {
+            window: frequencies_of(config.rope if window is None else local, config.head_dim)
+            for window in kinds
+        }
+
+    def forward(
+        self,
+        params: Mapping[str, jax.Array],
+        kv: KVPool,
+        context: CallContext,
+        token_ids: jax.Array,
+    ) -> tuple[jax.Array, KVPool]:
+        """Hidden states [T, C] after the final norm, and the pool with this step's K and V. Pure;
+        to be called inside jit. The pool is updated in place when the caller donates it.
+        """
+        assert kv.k.shape[1] == self._page_size, f"{kv.k.shape=} {self._page_size=}"
+        num_pages = kv.k.shape[0] // self.cache.num_layers
+        with jax.named_scope("embed"):
+            x = self._embed.merge(self._embed.leaves(params))(token_ids)
+        positions = context.meta.positions
+        angles = {window: rotary(positions, *rope) for window, rope in self._ropes.items()}
+        for index, (window, part) in enumerate(zip(self.config.windows, self._layers, strict=True)):
+            kv_layer = KVLayer(kv.k, kv.v, jnp.asarray(np.int32(index * num_pages)))
+            run = self._runs[window]
+            x, kv_layer = run(part.leaves(params), x, kv_layer, angles[window], context)
+            kv = KVPool(kv_layer.k, kv_layer.v)
+        with jax.named_scope("norm"):
+            return self._norm.merge(self._norm.leaves(params))(x), kv
+
+    def logits(self, params: Mapping[str, jax.Array], hidden: jax.Array) -> jax.Array:
+        """float32 logits [N, V] of hidden states [N, C] that `forward` returned."""
+        with jax.named_scope("logits"):
+            logits = self._head.merge(self._head.leaves(params)).logits(hidden)
+            cap = self.config.final_soft_cap
+            return logits if cap is None else jnp.tanh(logits / cap) * cap
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """A module split once; it merges the leaves of every module of equal construction. `specs` are
+    its parameters in the order of its leaves.
+    """
+
+    graphdef: Any
+    treedef: Any
+    specs: tuple[WeightSpec, ...]
+
+    @classmethod
+    def split(cls, module: nnx.Module) -> _Part:
+        graphdef, state = nnx.split(module)
+        variables = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, nnx.Variable))
+        specs = tuple(variable.get_metadata()["spec"] for variable in variables)
+        return cls(graphdef, jax.tree.structure(state), specs)
+
+    def leaves(self, params: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
+        return tuple(params[spec.path] for spec in self.specs)
+
+    def merge(self, leaves: Sequence[jax.Array]) -> Any:
+        return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
+
+    def run_block(self, leaves: tuple[jax.Array, ...], *args: Any) -> Any:
+        return self.merge(leaves)(*args)

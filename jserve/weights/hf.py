@@ -1,0 +1,142 @@
+"""A Hugging Face checkpoint on disk: its JSON files, and its safetensors shards without torch.
+
+Owns the safetensors format and the shard index. It knows nothing of models or of devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+from collections.abc import KeysView, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jserve.errors import ConfigError, WeightError
+
+_DTYPES: Mapping[str, np.dtype] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Tensor:
+    file: Path
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    offset: int  # bytes from the start of the file
+
+
+class SafetensorsSource:
+    """TensorSource over safetensors files, in the order of the files and of the tensors in them."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self.files = tuple(files)
+        self._tensors: dict[str, _Tensor] = {}
+        for file in self.files:
+            self._tensors |= _read_header(file)
+
+    def names(self) -> KeysView[str]:
+        return self._tensors.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors[name].shape
+
+    def file(self, name: str) -> Path:
+        return self._tensors[name].file
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor in its own dtype, mapped read-only: pages come in as they are copied and go
+        with the array.
+        """
+        tensor = self._tensors[name]
+        if 0 in tensor.shape:
+            return np.zeros(tensor.shape, tensor.dtype)
+        return np.memmap(tensor.file, tensor.dtype, "r", tensor.offset, tensor.shape or (1,))
+
+
+def find_shards(folder: Path) -> tuple[Path, ...]:
+    """The safetensors files of a checkpoint folder, () when it holds none.
+
+    An index decides where there is one. Without it, `model*.safetensors` win over the rest, because
+    some folders hold the same weights twice (`consolidated.safetensors`).
+    """
+    index = next(iter(sorted(folder.glob("*.safetensors.index.json"))), None)
+    if index is not None:
+        weight_map = read_json(index).get("weight_map", {})
+        files = tuple(folder / name for name in sorted(set(weight_map.values())))
+        for file in files:
+            if not file.is_file():
+                raise WeightError(f"{file}: no such file, but {index.name} lists it")
+        return files
+    return tuple(sorted(folder.glob("model*.safetensors"))) or tuple(
+        sorted(folder.glob("*.safetensors"))
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; raises ConfigError naming the file when it is missing or broken."""
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: a JSON object is expected")
+    return content
+
+
+def _read_header(path: Path) -> dict[str, _Tensor]:
+    """Layout: uint64 header length, JSON header with offsets relative to its end, then the data."""
+    num_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if not 2 <= length <= min(_MAX_HEADER_BYTES, num_bytes - 8):
+            raise WeightError(
+                f"{path}: truncated or not safetensors, the header does not fit {num_bytes} bytes"
+            )
+        try:
+            header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            infos = {
+                name: _tensor_info(path, name, info, 8 + length) for name, info in header.items()
+            }
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise WeightError(f"{path}: the safetensors header is broken: {error!r}") from None
+    for name, tensor in infos.items():
+        end = tensor.offset + int(np.prod(tensor.shape, dtype=np.int64)) * tensor.dtype.itemsize
+        if end > num_bytes:
+            raise WeightError(
+                f"{path}: truncated, tensor {name} ends at byte {end}, the file holds {num_bytes}"
+            )
+    return dict(sorted(infos.items(), key=lambda item: item[1].offset))
+
+
+def _tensor_info(path: Path, name: str, info: Mapping[str, Any], start: int) -> _Tensor:
+    if info["dtype"] not in _DTYPES:
+        raise WeightError(f"{path}: tensor {name} has the unsupported dtype {info['dtype']}")
+    begin, end = info["data_offsets"]
+    dtype, shape = _DTYPES[info["dtype"]], tuple(info["shape"])
+    expected = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    if end - begin != expected:
+        raise WeightError(
+            f"{path}: tensor {name} spans {end - begin} bytes, its shape {shape} needs {expected}"
+        )
+    return _Tensor(path, dtype, shape, start + begin)

@@ -1,0 +1,52 @@
+"""Logical axis → mesh axis: models name what an axis is, a preset says where it lives."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+#: Axes a weight or an activation may name. `None` in a tuple of axes: replicated.
+LOGICAL_AXES = (
+    *("vocab", "embed", "heads", "kv_heads", "head_dim", "mlp", "expert"),
+    *("layers", "tokens", "rows", "pages"),
+)
+
+#: Tensor parallelism; axes that are not named are replicated.
+TP: Mapping[str, str | None] = {
+    **dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), "tensor"),
+    "expert": "expert",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rules:
+    """One mesh and one mapping of logical axes onto it; passed on, never global."""
+
+    mesh: Mesh
+    mapping: Mapping[str, str | None]
+
+    def spec(self, axes: Sequence[str | None]) -> PartitionSpec:
+        """Of an array whose dimensions are named `axes`; raises KeyError on an unknown axis."""
+        for axis in set(axes).difference(LOGICAL_AXES, (None,)):
+            raise KeyError(f"unknown logical axis {axis!r}; known: {LOGICAL_AXES}")
+        return PartitionSpec(*(None if a is None else self.mapping.get(a) for a in axes))
+
+    def sharding(self, axes: Sequence[str | None] = ()) -> NamedSharding:
+        return NamedSharding(self.mesh, self.spec(axes))
+
+    def constrain(self, x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
+        """Inside jit: pin the layout of `x`, so that the compiler puts the collective here."""
+        return jax.lax.with_sharding_constraint(x, self.sharding(axes))
+
+    def size(self, axis: str) -> int:
+        """How many ways the logical axis is split."""
+        mesh_axis = self.mapping.get(axis)
+        return 1 if mesh_axis is None else self.mesh.shape[mesh_axis]
+
+    @property
+    def platform(self) -> str:
+        """What programs over this mesh are compiled for: cpu, gpu or tpu, present or described."""
+        return self.mesh.devices.flat[0].platform
