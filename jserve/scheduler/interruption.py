@@ -1,0 +1,104 @@
+"""What comes between a request and its last token: an abort, want of pages, a failed launch. Moves
+requests through the roster; a plain request that ends by itself never comes here.
+"""
+
+from __future__ import annotations
+
+import bisect
+
+import numpy as np
+
+from jserve.cache.manager import CacheManager
+from jserve.scheduler.request import Request, Row
+from jserve.scheduler.roster import Roster
+from jserve.types import Abort, FinishReason
+
+#: Decode steps for which a retraction makes room, per remaining request, when it sets the new-token
+#: ratio anew.
+RETRACT_STEPS = 20
+
+
+def abort_requests(roster: Roster, abort: Abort) -> None:
+    """End the requests that `abort` names, wherever they are."""
+    requests = roster.requests
+    if abort.abort_all:
+        victims = list(requests.values())
+    elif abort.exact:
+        victims = [requests[abort.rid]] if abort.rid in requests else []
+    else:
+        victims = [r for rid, r in requests.items() if abort.rid and rid.startswith(abort.rid)]
+    for request in victims:
+        if abort.stopped:
+            roster.end(request, None)
+        else:
+            roster.totals["num_aborted_requests_total"] += 1
+            roster.end(request, FinishReason(type="abort", message="The request was aborted."))
+
+
+def make_room(
+    roster: Roster, cache: CacheManager, ratio: float
+) -> tuple[tuple[Row, ...], np.ndarray, float]:
+    """Retract until the pages for the next decode step are there.
+
+    → the rows that are left to run, their slots, and the new-token ratio to go on with.
+    """
+    table = roster.table
+    rows, slots = roster.live_rows()
+    if len(rows) < len(roster.running):  # a launch in flight brings pages back: wait for it
+        return (), slots[:0], ratio
+    left = sorted(
+        roster.residents,
+        key=lambda row: (-len(row.request.output_ids), len(row.request.prompt)),
+    )
+    while np.count_nonzero(table.kv_len[slots] % cache.page_size == 0) > cache.available_pages:
+        row = left.pop()
+        if left:
+            _retract(roster, cache, row)
+        elif table.planned[row.slot] > len(row.request.output_ids):
+            return (), slots[:0], ratio  # the token in flight may end it
+        else:
+            _fail(roster, row.request, "The KV cache is out of memory for the last request.")
+        rows, slots = roster.live_rows()
+    if left:
+        longest = sum(row.request.limit for row in left)
+        generated = sum(len(row.request.output_ids) for row in left)
+        ratio = min(1.0, (generated + RETRACT_STEPS * len(left)) / (longest + 1))
+    return rows, slots, ratio
+
+
+def requeue_residents(roster: Roster) -> None:
+    """The cache was reset and with it every lease: all wait again, or fail the second time."""
+    residents = roster.residents
+    for row in residents:
+        _wait_again(roster, row)
+    for row in residents:
+        row.request.num_resets += 1
+        if row.request.num_resets > 1:
+            message = "The device failed twice while this request was running."
+            _fail(roster, row.request, message)
+
+
+def _retract(roster: Roster, cache: CacheManager, row: Row) -> None:
+    """Take a request off the device for want of pages; later it draws the same tokens again."""
+    request, totals = row.request, roster.totals
+    cache.release(row.lease)
+    _wait_again(roster, row)
+    request.num_retractions += 1
+    totals["num_retracted_requests_total"] += 1
+    totals["num_retracted_input_tokens_total"] += len(request.prompt)
+    totals["num_retracted_output_tokens_total"] += len(request.output_ids)
+
+
+def _wait_again(roster: Roster, row: Row) -> None:
+    """A request that has lost its slot waits at its old place."""
+    roster.vacate(row)
+    bisect.insort(roster.waiting, row.request, key=lambda waiting: waiting.order)
+    roster.full = False
+    if row.request.logprobs is not None:
+        row.request.logprobs.restart()
+
+
+def _fail(roster: Roster, request: Request, message: str) -> None:
+    """End a request through no fault of its own."""
+    kind = "InternalServerError"
+    roster.end(request, FinishReason(type="abort", message=message, status_code=500, err_type=kind))

@@ -1,0 +1,10 @@
+"""What the scheduler counts since its start, under the contract's metric names. No logic."""
+
+from __future__ import annotations
+
+TOTALS = (
+    *("num_requests_total", "num_aborted_requests_total", "prompt_tokens_total"),
+    *("cached_tokens_total", "generation_tokens_total", "prefill_tokens_total"),
+    *("num_prefill_chunks_total", "num_chunked_requests_total", "num_retracted_requests_total"),
+    *("num_retracted_input_tokens_total", "num_retracted_output_tokens_total"),
+)
