@@ -1,0 +1,68 @@
+"""What fills one device: weights, slot state, temporaries, and the KV pool that gets the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+# The pool is a multiple of 1/64 of the device: its size is part of every compilation cache key.
+_GRAINS = 64
+_RESERVE = 0.02  # of the device, for what no analysis shows
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes of one device of the mesh. `limit` None: the device does not tell (CPU)."""
+
+    limit: int | None
+    weights: int
+    state: int
+    page: int  # one page of all layers, this device's heads
+    temporaries: int = 0  # of the largest step, outputs included
+
+    def num_pages(self, fraction: float) -> int:
+        """Pages of a pool that with the weights fits `fraction`, and leaves room for a step."""
+        assert self.limit is not None
+        room = min(fraction * self.limit, (1 - _RESERVE) * self.limit - self.temporaries)
+        grain = self.limit // _GRAINS
+        return max(0, int(room - self.weights - self.state) // grain * grain // self.page)
+
+    def table(self, num_pages: int, page_size: int) -> str:
+        tokens = (num_pages - 1) * page_size
+        rows = [
+            ("weights", self.weights),
+            (f"KV pool: {tokens} tokens in {num_pages - 1} pages", num_pages * self.page),
+            ("slot state", self.state),
+            ("step temporaries", self.temporaries),
+        ]
+        if self.limit is not None:
+            rows.append(("free", self.limit - sum(size for _, size in rows)))
+            rows.append(("device", self.limit))
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {size / 2**30:8.3f} GiB" for name, size in rows)
+
+
+def device_limit(device: Any) -> int | None:
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    return None if stats is None else stats.get("bytes_limit")
+
+
+def local_bytes(arrays: Iterable[Any]) -> int:
+    """Bytes that arrays, or their ShapeDtypeStructs with shardings, take on each device."""
+    total = 0
+    for array in arrays:
+        size = array.dtype.itemsize
+        for dimension in array.sharding.shard_shape(array.shape):
+            size *= dimension
+        total += size
+    return total
+
+
+def temporary_bytes(program: jax.stages.Compiled) -> int:
+    """What a call needs beside its arguments: scratch and the outputs that alias none of them."""
+    analysis: Any = program.memory_analysis()
+    outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return analysis.temp_size_in_bytes + max(0, outputs)

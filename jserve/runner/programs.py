@@ -1,0 +1,184 @@
+"""The device programs of a step: pure functions with the shapes they are compiled for.
+
+Owns what each program computes; manifest.py compiles them, runner.py calls them.
+
+    forward(params, kv*, state*, packed) → kv, state, Hidden
+        decode rows or ragged rows, one bucket each
+    head(head params, state*, rows, slots, index, mask) → state, out
+        tokens [n], with logprobs [n, 74]: token, logprobs.py's columns; mask: full variants only
+    edit(state*, packed) → state
+        slots at admission and resumption
+
+* is donated. Legend as in batch.py; `out` is int32. Rarer programs: recount.py, score.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jserve import sampling
+from jserve.batch import CallContext, Hidden, SlotParams, SlotState
+from jserve.cache.pool import KVPool
+from jserve.plan import Kind
+from jserve.runner import logprobs as numbers
+from jserve.runner.buckets import Buckets, Key
+from jserve.runner.inputs import EditLayout, StepLayout
+from jserve.runner.manifest import Program
+from jserve.runner.shapes import Shapes, shardings
+from pallas_kernels.attention import AttentionMeta
+
+EDIT_ROWS = 16
+
+
+class Programs:
+    """The step's programs for one model on one mesh."""
+
+    def __init__(self, shapes: Shapes, buckets: Buckets) -> None:
+        self.shapes, self.buckets = shapes, buckets
+        rows = min(EDIT_ROWS, buckets.num_slots)
+        self.edit_layout = EditLayout(rows, shapes.pages, buckets.num_slots, shapes.vocab)
+
+    def layout(self, mixed: bool, size: int) -> StepLayout:
+        slots = self.buckets.num_slots
+        return StepLayout(slots if mixed else size, size, slots)
+
+    def forward(self, kind: Kind, size: int) -> Program:
+        mixed, shapes = kind is Kind.MIXED, self.shapes
+        layout = self.layout(mixed, size)
+
+        def forward(
+            params: Sequence[jax.Array], kv: KVPool, state: SlotState, packed: jax.Array
+        ) -> tuple[KVPool, SlotState, Hidden]:
+            named = dict(zip(shapes.params, params, strict=True))
+            with jax.named_scope("inputs"):
+                max_q_len = None if mixed else 1
+                token_ids, meta, state = _unpack(layout, packed, state, shapes.page_size, max_q_len)
+            hidden, kv = shapes.model.forward(named, kv, CallContext(meta=meta), token_ids)
+            fields = layout.split(packed)
+            rows = hidden[fields.sample_tokens]
+            return kv, state, Hidden(rows, hidden, fields.sample_slots, fields.sample_index)
+
+        arguments = (tuple(shapes.params.values()), shapes.kv, shapes.state)
+        out = (shardings(shapes.kv), shardings(shapes.state), shapes.replicated)
+        key = Key("forward", size, mixed)
+        return Program(key, forward, (*arguments, shapes.int32(layout.size)), (1, 2), out)
+
+    def head(self, rows: int, full: bool, logprobs: bool) -> Program:
+        shapes = self.shapes
+
+        def head(
+            params: Sequence[jax.Array],
+            state: SlotState,
+            hidden: jax.Array,
+            slots: jax.Array,
+            output_index: jax.Array,
+            *mask: jax.Array,
+        ) -> tuple[SlotState, jax.Array]:
+            slots, output_index = slots[:rows], output_index[:rows]
+            logits = self.logits(params, hidden[:rows], whole=full or logprobs)
+            params_of_rows = jax.tree.map(lambda leaf: leaf[slots], state.params)
+            if full:
+                tokens, distance = sampling.sample(
+                    logits,
+                    params_of_rows,
+                    state.counts[slots],
+                    output_index,
+                    mask[0],
+                    skip_idle_filters=shapes.rules.platform == "cpu",
+                )
+                counted = jnp.where(tokens < 0, shapes.vocab, tokens)
+                counts = state.counts.at[slots, counted].add(1, mode="drop")
+                state = dataclasses.replace(state, counts=counts)
+            else:
+                tokens = sampling.argmax(logits)
+                distance = sampling.distances(logits, params_of_rows)
+            last_token = state.last_token.at[slots].set(jnp.maximum(tokens, 0))
+            state = dataclasses.replace(state, last_token=last_token)
+            if not logprobs:
+                return state, tokens
+            columns = numbers.columns(distance, tokens, params_of_rows.logprob_ids)
+            return state, jnp.concatenate([tokens[:, None], columns], axis=1)
+
+        num_slots = self.buckets.num_slots
+        slots, mask = shapes.int32(num_slots), shapes.int32(rows, math.ceil(shapes.vocab / 32))
+        arguments = (shapes.head_params, shapes.state, shapes.hidden_rows(num_slots))
+        arguments = (*arguments, slots, slots, *((mask,) if full else ()))
+        out = (shardings(shapes.state), shapes.replicated)
+        return Program(Key("head", rows, full, logprobs), head, arguments, (1,), out)
+
+    def logits(self, params: Sequence[jax.Array], hidden: jax.Array, *, whole: bool) -> jax.Array:
+        """float32 [n, V]; `whole`: every device gets all columns, as the sampler's blocks need."""
+        with jax.named_scope("logits"):
+            named = dict(zip(self.shapes.model.head_params, params, strict=True))
+            logits = self.shapes.model.logits(named, hidden)
+            return self.shapes.rules.constrain(logits, (None, None)) if whole else logits
+
+    def edit(self) -> Program:
+        layout, shapes = self.edit_layout, self.shapes
+
+        def edit(state: SlotState, packed: jax.Array) -> SlotState:
+            fields = layout.split(packed)
+            slots = fields.slot[:, 0]
+            rows = SlotState(
+                last_token=jnp.zeros(layout.rows, jnp.int32),
+                page_table=fields.pages,
+                counts=jnp.zeros((layout.rows, shapes.vocab), jnp.int16),
+                params=SlotParams(
+                    seed=lax.bitcast_convert_type(fields.seed, jnp.uint32),
+                    floats=lax.bitcast_convert_type(fields.floats, jnp.float32),
+                    ints=fields.ints,
+                    stop_ids=fields.stop_ids,
+                    bias_ids=fields.bias_ids,
+                    bias_values=lax.bitcast_convert_type(fields.bias_values, jnp.float32),
+                    logprob_ids=fields.logprob_ids,
+                ),
+            )
+
+            def write(i: jax.Array, state: SlotState) -> SlotState:
+                return jax.tree.map(lambda leaf, row: leaf.at[slots[i]].set(row[i]), state, rows)
+
+            return lax.fori_loop(0, layout.rows, write, state)
+
+        arguments = (shapes.state, shapes.int32(*layout.shape))
+        return Program(Key("edit"), edit, arguments, (0,), shardings(shapes.state))
+
+
+def _unpack(
+    layout: StepLayout, packed: jax.Array, state: SlotState, page_size: int, max_q_len: int | None
+) -> tuple[jax.Array, AttentionMeta, SlotState]:
+    """The upload → token ids, the attention's record, the state with its tables extended."""
+    fields = layout.split(packed)
+    rows, tokens = layout.rows, layout.tokens
+    ends = fields.cu_q_lens[1:]
+    order = jnp.arange(tokens, dtype=jnp.int32)
+    token_rows = jnp.sum(order[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)  # R: padding
+    real = token_rows < rows
+    row = jnp.minimum(token_rows, rows - 1)
+    positions = jnp.where(real, fields.kv_lens[row] - ends[row] + order, 0)
+    slots = fields.slots[row]
+    page_index = positions // page_size
+    outside = layout.num_slots + 1 + order  # dropped, each its own index
+    table = state.page_table.at[jnp.where(fields.new_pages > 0, slots, outside), page_index].set(
+        fields.new_pages, mode="drop", unique_indices=True
+    )
+    page_table = table[fields.slots]
+    write_slots = page_table[row, page_index] * page_size + positions % page_size
+    meta = AttentionMeta(
+        cu_q_lens=fields.cu_q_lens,
+        kv_lens=fields.kv_lens,
+        page_table=page_table,
+        positions=positions,
+        token_rows=token_rows,
+        write_slots=jnp.where(real, write_slots, 0),
+        distribution=fields.distribution,
+        max_q_len=max_q_len,
+    )
+    known = fields.token_ids >= 0
+    token_ids = jnp.where(known, fields.token_ids, state.last_token[slots])
+    return token_ids, meta, dataclasses.replace(state, page_table=table)

@@ -1,0 +1,186 @@
+"""From a model and its parameters to a Runner: the pool's size, the programs and their order.
+
+What must be compiled before the first step is the least set that serves every step; it is also
+what sets the memory that a step needs. The rest makes steps cheaper, and comes in the order in
+which plain traffic gains by it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jserve.batch import SlotState
+from jserve.cache.pool import KVPool
+from jserve.errors import ConfigError
+from jserve.plan import Kind
+from jserve.runner.buckets import HEADS, Buckets, Key
+from jserve.runner.guard import CompileGuard
+from jserve.runner.manifest import Manifest, Program
+from jserve.runner.memory import DeviceMemory, device_limit, local_bytes, temporary_bytes
+from jserve.runner.programs import Programs
+from jserve.runner.recount import recount_program
+from jserve.runner.runner import Runner
+from jserve.runner.score import score_program
+from jserve.runner.shapes import Model, Shapes, shardings
+from sharding.rules import Rules
+
+logger = logging.getLogger("jserve.runner")
+
+# A donated pool counts twice in XLA's estimate, so on GPU each program with one would be searched
+# in vain for something to recompute, with a warning.
+_GPU_OPTIONS: dict[str, str | bool] = {"xla_disable_hlo_passes": "rematerialization"}
+
+
+class RunnerSettings(Protocol):
+    """What the runner reads of config.Resolved."""
+
+    @property
+    def kv_dtype(self) -> str: ...
+    @property
+    def context_length(self) -> int: ...
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def num_slots(self) -> int: ...
+    @property
+    def chunked_prefill_size(self) -> int: ...
+    @property
+    def max_total_tokens(self) -> int | None: ...
+    @property
+    def mem_fraction_static(self) -> float: ...
+    @property
+    def recompile_guard(self) -> str: ...
+
+
+def start_runner(
+    model: Model,
+    params: Mapping[str, jax.Array],
+    rules: Rules,
+    settings: RunnerSettings,
+    progress: Callable[[int, int], None],
+    *,
+    compilation_cache_dir: str | None = None,
+) -> Runner:
+    """Size the pool, compile, allocate. On CPU the rest compiles on in the background.
+
+    Args:
+        params: by WeightSpec.path, placed as the specs say.
+        progress: called in this thread with (programs compiled, in all).
+        compilation_cache_dir: JAX's persistent compilation cache, or None.
+    """
+    if compilation_cache_dir is not None:
+        jax.config.update("jax_compilation_cache_dir", compilation_cache_dir)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    sizing = Sizing(model, rules, settings)
+    num_pages, memory = sizing.pool(local_bytes(params.values()))
+    programs = sizing.programs(num_pages)
+    guard = CompileGuard(settings.recompile_guard)
+    manifest = Manifest(
+        list(required(programs)), list(others(programs)), guard, compiler_options(rules)
+    )
+    # Autotuning needs memory, so a device's pool is allocated after the last compilation.
+    manifest.compile(progress, everything=rules.platform != "cpu")
+    memory = measured(memory, (manifest.ready[p.key] for p in largest(programs)))
+    logger.info("memory of one device:\n%s", memory.table(num_pages, settings.page_size))
+    return Runner(programs, params, manifest, guard, num_pages)
+
+
+def compiler_options(rules: Rules) -> dict[str, str | bool] | None:
+    return _GPU_OPTIONS if rules.platform == "gpu" else None
+
+
+def required(programs: Programs) -> Iterator[Program]:
+    """What serves every step, if not cheaply."""
+    yield from (init_program(programs.shapes), programs.edit(), recount_program(programs.shapes))
+    yield programs.forward(Kind.DECODE, programs.buckets.rows[-1])
+    yield from largest(programs)
+
+
+def largest(programs: Programs) -> tuple[Program, Program, Program]:
+    """The programs that need the most memory."""
+    rows, tokens = programs.buckets.rows[-1], programs.buckets.tokens[-1]
+    head = programs.head(rows, *HEADS[-1])
+    return programs.forward(Kind.MIXED, tokens), head, score_program(programs, tokens)
+
+
+def others(programs: Programs) -> Iterator[Program]:
+    """What plain traffic needs first comes first, small sizes before large ones."""
+    rows, tokens = programs.buckets.rows, programs.buckets.tokens
+    yield from (programs.head(n, *variant) for variant in HEADS[:-1] for n in rows)
+    yield from (programs.forward(Kind.DECODE, n) for n in rows[:-1])
+    yield from (programs.forward(Kind.MIXED, n) for n in tokens[:-1])
+    yield from (programs.head(n, *HEADS[-1]) for n in rows[:-1])
+    yield from (score_program(programs, n) for n in tokens[:-1])
+
+
+def init_program(shapes: Shapes) -> Program:
+    """init() → kv, state: all zeros."""
+    spec = (shapes.kv, shapes.state)
+
+    def init() -> tuple[KVPool, SlotState]:
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), spec)
+
+    return Program(Key("init"), init, (), (), shardings(spec))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sizing:
+    """How large a pool a model on a mesh gets."""
+
+    model: Model
+    rules: Rules
+    settings: RunnerSettings
+
+    def programs(self, num_pages: int) -> Programs:
+        settings = self.settings
+        shapes = Shapes(
+            self.model,
+            self.rules,
+            num_slots=settings.num_slots,
+            num_pages=num_pages,
+            page_size=settings.page_size,
+            context_length=settings.context_length,
+            kv_dtype=settings.kv_dtype,
+        )
+        return Programs(shapes, Buckets.of(settings.num_slots, settings.chunked_prefill_size))
+
+    def pool(self, weights: int) -> tuple[int, DeviceMemory]:
+        """Pages by --max-total-tokens, else what weights and the largest step leave free."""
+        settings, rules = self.settings, self.rules
+        shapes = self.programs(2).shapes
+        memory = DeviceMemory(
+            limit=device_limit(rules.mesh.devices.flat[0]),
+            weights=weights,
+            state=local_bytes(jax.tree.leaves(shapes.state)),
+            page=local_bytes(jax.tree.leaves(shapes.kv)) // 2,
+        )
+        if settings.max_total_tokens is not None:
+            return math.ceil(settings.max_total_tokens / settings.page_size) + 1, memory
+        if memory.limit is None:
+            raise ConfigError("this device does not tell its memory; give --max-total-tokens")
+        fraction = settings.mem_fraction_static
+        # With a provisional pool; of the same size as the final one, unless temporaries are large.
+        provisional = self.programs(max(2, memory.num_pages(fraction)))
+        options = compiler_options(rules)
+        memory = measured(memory, (p.lower().compile(options) for p in largest(provisional)))
+        pages = memory.num_pages(fraction)
+        if (pages - 1) * settings.page_size < settings.context_length:
+            raise ConfigError(
+                f"--mem-fraction-static {fraction} leaves a KV pool of {pages} pages of "
+                f"{settings.page_size} tokens, too few for --context-length "
+                f"{settings.context_length}; raise the first or lower the second"
+            )
+        return pages, memory
+
+
+def measured(memory: DeviceMemory, programs: Iterable[jax.stages.Compiled]) -> DeviceMemory:
+    """With the temporaries of the greediest program."""
+    return dataclasses.replace(memory, temporaries=max(temporary_bytes(p) for p in programs))
