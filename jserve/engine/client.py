@@ -1,0 +1,124 @@
+"""The engine as the API process speaks to it: its messages brought to who waits.
+
+Owns the thread that reads the engine's messages and the routes from request ids to event loops;
+knows messages, not what they mean. Every wait ends: when the engine dies, each open route gets an
+abort Delta with the error type EngineDeadError, each open question that error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from jserve.engine.life import EngineLife
+from jserve.engine.questions import Questions
+from jserve.engine.refusals import lost
+from jserve.errors import EngineDeadError, RequestError
+from jserve.types import Abort, ControlReply, Delta, Deltas, Gauges, Progress, Submit, ToEngine
+
+Inbox = asyncio.Queue[Delta]
+_Loop = asyncio.AbstractEventLoop
+
+
+class EngineClient:
+    """Speaks to one engine for the whole of its `life`. Methods are safe from any thread.
+
+    `on_gauges` is called from the reading thread, `reader`, with each Gauges message.
+    """
+
+    def __init__(self, life: EngineLife, on_gauges: Callable[[Gauges], None]) -> None:
+        self._routes: dict[str, tuple[_Loop, Inbox]] = {}
+        self._questions = Questions()
+        self._life = life
+        self._channel = life.worker.channel
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            Deltas: self._on_deltas,
+            ControlReply: self._questions.settle,
+            Progress: life.on_progress,
+            Gauges: on_gauges,
+        }
+        self.reader = threading.Thread(target=self._read, name="engine-reader", daemon=True)
+        self.reader.start()
+
+    def require_alive(self) -> None:
+        if self._life.ended:
+            raise EngineDeadError(self._life.ended)
+
+    def send(self, message: ToEngine) -> None:
+        self._channel.send(message)
+
+    @contextlib.contextmanager
+    def open(self, submits: Sequence[Submit]) -> Iterator[Inbox]:
+        """Submit, and get the Deltas of all `submits` in one inbox of the running event loop.
+
+        What was not closed when the context ends is aborted. Raises RequestError for an id that is
+        in use.
+        """
+        route = asyncio.get_running_loop(), Inbox()
+        for submit in submits:
+            if submit.rid in self._routes:
+                raise RequestError(f"rid {submit.rid} is in use by an open request.", "rid")
+        self._routes.update((submit.rid, route) for submit in submits)
+        try:
+            for submit in submits:
+                self._send_alive(submit)
+            yield route[1]
+        finally:
+            for submit in submits:
+                self._abandon(submit.rid)
+
+    def close(self, rid: str) -> bool:
+        """Stop listening to `rid`; False when that had been done."""
+        return self._routes.pop(rid, None) is not None
+
+    async def control(self, op: str) -> ControlReply:
+        return await self._questions.ask(op, self._send_alive)
+
+    def _send_alive(self, message: ToEngine) -> None:
+        """For who waits already: a death from here on reaches it."""
+        self.require_alive()
+        self.send(message)
+
+    def _abandon(self, rid: str) -> None:
+        if self.close(rid):
+            self.send(Abort(rid=rid))
+
+    # The reading thread.
+
+    def _read(self) -> None:
+        worker = self._life.worker
+        try:
+            while worker.alive() and not self._life.failure:
+                self._channel.wait(0.5, worker.sentinel)
+                self._dispatch()
+            self._channel.wait(0.05)
+            self._dispatch()  # its last words
+        finally:
+            self._life.bury()
+            self._on_deltas(Deltas(items=lost(list(self._routes), self._life.ended)))
+            self._questions.fail(self._life.ended)
+
+    def _dispatch(self) -> None:
+        for message in self._channel.drain():
+            self._handlers[type(message)](message)
+
+    def _on_deltas(self, message: Deltas) -> None:
+        by_loop: dict[_Loop, list[tuple[Inbox, Delta]]] = {}
+        for delta in message.items:
+            if (route := self._routes.get(delta.rid)) is not None:
+                loop, inbox = route
+                by_loop.setdefault(loop, []).append((inbox, delta))
+        for loop, items in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_deliver, items)
+            except RuntimeError:  # the loop was closed under its requests
+                for _, delta in items:
+                    self._abandon(delta.rid)
+
+
+def _deliver(items: list[tuple[Inbox, Delta]]) -> None:
+    for inbox, delta in items:
+        inbox.put_nowait(delta)

@@ -1,0 +1,73 @@
+"""Requests in, outputs out: what every front calls.
+
+    GenerateRequest → submission.py → Submit → … → Delta → sequence.py → Output
+
+Text becomes ids and ids become text on this side. Which tokens run when is decided on the other,
+and how to reach that is client.py's business; how both start and end is engine.py's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncGenerator
+
+from jserve.config import Config
+from jserve.engine.client import EngineClient
+from jserve.engine.fanout import fan_out
+from jserve.engine.refusals import raise_refusal
+from jserve.engine.sequence import Sequence
+from jserve.engine.submission import make_submit
+from jserve.metrics import Metrics
+from jserve.tokenizer.tokenizer import Tokenizer
+from jserve.types import Abort, GenerateRequest, Output
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineCore:
+    """A request's way through an engine that is ready; usable from any event loop and thread."""
+
+    config: Config
+    client: EngineClient
+    tokenizer: Tokenizer
+    metrics: Metrics
+    vocab_size: int
+    context_length: int
+
+    async def generate_stream(self, request: GenerateRequest) -> AsyncGenerator[Output, None]:
+        """Outputs of one request, its n sequences interleaved; a set `finish` is a sequence's last.
+
+        With `stream` one comes every stream_interval tokens, without it only the last. Raises
+        RequestError (before the first Output), QueueFullError, EngineDeadError. Closing the
+        iterator aborts the request.
+        """
+        client, metrics = self.client, self.metrics
+        client.require_alive()
+        limits = (self.vocab_size, self.context_length)
+        submit = await make_submit(request, self.tokenizer, metrics, *limits)
+        parts = [submit]
+        if request.sampling.n > 1:
+            parts = await fan_out(submit, client, not self.config.cache.disable_radix_cache)
+        sequences = {
+            part.rid: Sequence(i, part, self.tokenizer, metrics, self.config.server)
+            for i, part in enumerate(parts)
+        }
+        try:
+            with client.open(parts) as inbox:
+                while sequences:
+                    delta = await inbox.get()
+                    sequence = sequences.get(delta.rid)
+                    if sequence is None:
+                        continue  # a token behind a stop string
+                    output = sequence.push(delta)
+                    if sequence.finish is not None:
+                        del sequences[delta.rid]
+                        client.close(delta.rid)
+                        if sequence.stopped_early:
+                            client.send(Abort(rid=delta.rid, stopped=True))
+                        if sequence.finish.type == "abort":
+                            raise_refusal(sequence.finish)
+                    if output is not None:
+                        yield output
+        finally:
+            for _ in sequences:
+                metrics.aborted(request.stream)

@@ -1,0 +1,76 @@
+"""A Channel between two processes: ZMQ PUSH/PULL each way, msgpack of the tagged unions of types.
+
+Knows nothing of what a message means.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import threading
+import weakref
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import zmq
+
+_CONNECT_TIMEOUT = 2000  # ms
+_In = TypeVar("_In")
+_Out = TypeVar("_Out", contravariant=True)
+
+
+class ZmqEnd(Generic[_In, _Out]):
+    """Binds when it has the directory of the sockets, which it then removes; connects otherwise."""
+
+    def __init__(self, incoming: Any, inbox: str, outbox: str, directory: str = "") -> None:
+        self._directory = directory
+        context = zmq.Context()
+        self._pull, self._push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+        # Collected together, a context may wait for sockets that are never closed: keep them apart.
+        self._release = weakref.finalize(self, _release, context, self._pull, self._push, directory)
+        self._release.atexit = False
+        for socket, url in ((self._pull, inbox), (self._push, outbox)):
+            socket.set_hwm(0)
+            (socket.bind if directory else socket.connect)(url)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(incoming)
+        self._reached = not directory  # a connecting socket queues from the start
+        self._lock = threading.Lock()  # sockets are for one thread at a time
+
+    def send(self, message: _Out) -> None:
+        with self._lock:
+            if self._push.closed:
+                return
+            if not self._reached:  # the other process may be connecting still
+                self._reached = bool(self._push.poll(_CONNECT_TIMEOUT, zmq.POLLOUT))
+            with contextlib.suppress(zmq.Again):  # it is gone
+                self._push.send(self._encoder.encode(message), zmq.NOBLOCK)
+
+    def drain(self) -> list[_In]:
+        messages = []
+        with contextlib.suppress(zmq.Again):
+            while True:
+                messages.append(self._decoder.decode(self._pull.recv(zmq.NOBLOCK)))
+        return messages
+
+    def wait(self, timeout: float, sentinel: int | None = None) -> None:
+        poller = zmq.Poller()
+        poller.register(self._pull, zmq.POLLIN)
+        if sentinel is not None:
+            poller.register(sentinel, zmq.POLLIN)
+        poller.poll(int(timeout * 1000))
+
+    def close(self) -> None:
+        """Give the last messages a second to leave."""
+        with self._lock:
+            self._release()
+
+
+def _release(
+    context: zmq.Context[Any], pull: zmq.Socket[Any], push: zmq.Socket[Any], directory: str
+) -> None:
+    pull.close(linger=0)
+    push.close(linger=0 if directory else 1000)
+    context.term()
+    if directory:
+        shutil.rmtree(directory, ignore_errors=True)

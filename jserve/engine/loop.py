@@ -1,0 +1,172 @@
+"""The tick: decide, compute, record, finish. The one file that holds both scheduler and runner.
+
+    plan(N+1) → launch(N+1) → read(N) → commit(N) → send → finish(N+1)
+
+`depth` launches stay in the queue (0: every step is read at once): that is the whole overlap
+scheduler. Here is only the order, and what a failure costs: a refused request is told so; a failed
+step resets the device, once.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jserve.engine.channel import EngineEnd
+from jserve.engine.controls import Controls
+from jserve.engine.gauges import GaugeSender
+from jserve.engine.refusals import refused
+from jserve.engine.step_log import StepLog
+from jserve.engine.watchdog import Watchdog
+from jserve.plan import StepPlan
+from jserve.types import Abort, Control, Delta, Deltas, Submit, ToEngine
+
+if TYPE_CHECKING:
+    from jserve.runner.runner import InFlight, Runner
+    from jserve.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger("jserve.engine")
+
+IDLE_WAIT = 1.0  # seconds on the channel when there is nothing to do
+STALL_WAIT = 0.002  # … when requests wait but none can be planned
+
+
+Masks = Callable[[StepPlan], np.ndarray | None]  # asked for between token N and the draw of N+1
+
+
+class Loop:
+    """One engine. One thread runs it and dispatches everything that touches the device.
+
+    Args:
+        depth: launches that may be in flight when a tick ends; the scheduler's lookahead.
+        facts: what `server_info` answers beside the scheduler's numbers.
+        watchdog_timeout: seconds that a tick may take; 0 is no watchdog.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        channel: EngineEnd,
+        *,
+        depth: int,
+        page_size: int = 1,
+        masks: Masks = lambda plan: None,
+        facts: dict[str, Any] | None = None,
+        watchdog_timeout: float = 0.0,
+    ) -> None:
+        self.facts = facts or {}
+        self._stopping = False
+        self._scheduler = scheduler
+        self._runner = runner
+        self._channel = channel
+        self._depth = depth
+        self._masks = masks
+        self._watchdog_timeout = watchdog_timeout
+        self._busy_since: float | None = None  # None: resting
+        self._queue: collections.deque[tuple[StepPlan, InFlight]] = collections.deque()
+        self._inbox: collections.deque[ToEngine] = collections.deque()
+        self._gauges = GaugeSender(scheduler, runner, channel)
+        self._log = StepLog(scheduler, page_size)
+        self._failed = False
+        self._unchecked = True  # integrity, since the last step
+        controls = Controls(channel, self._flush_cache, self._gauges.values, self.facts, self._stop)
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            Submit: self._submit,
+            Abort: scheduler.abort,
+            Control: controls.answer,
+        }
+
+    def run(self, on_hang: Callable[[], None]) -> None:
+        """Tick until told to shut down, then close the runner; raises what a second failure raised.
+
+        `on_hang` is called from the watchdog's thread, once the stacks are dumped.
+        """
+        watchdog = Watchdog(self._watchdog_timeout, lambda: self._busy_since, on_hang)
+        try:
+            while not self._stopping:
+                self.tick()
+        finally:
+            watchdog.stop()
+            self._runner.close()
+
+    def tick(self) -> None:
+        self._busy_since = time.monotonic()
+        self._inbox.extend(self._channel.drain())
+        try:
+            while self._inbox:
+                message = self._inbox.popleft()
+                self._handlers[type(message)](message)
+            if not self._step() and not self._stopping:
+                self._rest()
+        except Exception as error:
+            self._recover(error)
+
+    def _step(self) -> bool:
+        """One turn of the queue; False when there was nothing to launch and nothing to read."""
+        plan = self._scheduler.plan()
+        flight = None if plan is None else self._runner.launch(plan)
+        recorded = bool(self._queue) and (flight is None or len(self._queue) >= self._depth)
+        if recorded:
+            self._record()
+        if plan is None or flight is None:
+            return recorded
+        self._runner.finish(flight, self._masks(plan))
+        self._queue.append((plan, flight))
+        if len(self._queue) > self._depth:  # depth 0
+            self._record()
+        return True
+
+    def _record(self) -> None:
+        plan, flight = self._queue.popleft()
+        self._unchecked = True
+        self._send(self._scheduler.commit(plan, flight.read()))
+        self._gauges.step()
+        if logger.isEnabledFor(logging.INFO):
+            self._log.step(plan)
+
+    def _rest(self) -> None:
+        self._send(self._scheduler.drain())
+        idle = self._scheduler.idle
+        if idle:
+            self._gauges.rest()
+            if logger.isEnabledFor(logging.INFO):
+                self._log.rest()
+            if self._unchecked:
+                self._scheduler.check_integrity()
+                self._unchecked = False
+        self._busy_since = None
+        self._channel.wait(IDLE_WAIT if idle else STALL_WAIT)
+
+    def _recover(self, error: Exception) -> None:
+        """The donated KV and state are gone: start over with empty ones, once in a lifetime."""
+        if self._failed:
+            raise error
+        self._failed = True
+        logger.error("step failed; resetting the device and requeueing", exc_info=error)
+        self._queue.clear()
+        self._send(self._scheduler.reset_device())
+        self._runner.reset()
+
+    def _submit(self, message: Submit) -> None:
+        try:
+            self._scheduler.submit(message)
+        except Exception as error:
+            self._send([refused(message, error)])
+
+    def _send(self, deltas: list[Delta]) -> None:
+        if deltas:
+            self._channel.send(Deltas(items=deltas))
+
+    def _flush_cache(self) -> bool:
+        while self._queue:  # rows of finished requests may still be in flight
+            self._record()
+        return self._scheduler.flush_cache()
+
+    def _stop(self) -> None:
+        self._stopping = True

@@ -1,0 +1,45 @@
+"""Requests that end without an answer: an error as a Delta, and a Delta's finish as an error."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from jserve.errors import EngineDeadError, JserveError, QueueFullError, RequestError
+from jserve.types import Delta, FinishReason, Submit
+
+logger = logging.getLogger("jserve.engine")
+
+
+def refused(submit: Submit, error: Exception) -> Delta:
+    """The answer to a request that the scheduler did not take."""
+    message = str(error)
+    if not isinstance(error, JserveError):  # our fault, but only this request's
+        logger.error("cannot submit %s", submit.rid, exc_info=error)
+        message, error = repr(error), JserveError()
+    finish = FinishReason(
+        type="abort", message=message, status_code=error.status_code, err_type=error.err_type
+    )
+    return Delta(rid=submit.rid, token_ids=[], finish=finish, prompt_tokens=len(submit.prompt_ids))
+
+
+def lost(rids: Sequence[str], why: str) -> list[Delta]:
+    """The answer to requests whose engine has ended."""
+    finish = FinishReason(
+        type="abort",
+        message=why,
+        status_code=EngineDeadError.status_code,
+        err_type=EngineDeadError.__name__,
+    )
+    return [Delta(rid=rid, token_ids=[], finish=finish) for rid in rids]
+
+
+def raise_refusal(finish: FinishReason) -> None:
+    """Raise what an abort with a status stands for; other finishes are results."""
+    if finish.type != "abort" or finish.status_code is None:
+        return
+    message = finish.message or "The request was aborted."
+    if finish.status_code == RequestError.status_code:
+        raise RequestError(message)
+    errors = {EngineDeadError.__name__: EngineDeadError, QueueFullError.err_type: QueueFullError}
+    raise errors.get(finish.err_type or "", JserveError)(message)

@@ -1,0 +1,129 @@
+"""Arguments of the Python API → GenerateRequests: strict types, batches expanded.
+
+Knows names, types and broadcasting (SGLang's); nothing is dropped silently. Leaves ranges to
+SamplingParams.verify and lengths to the engine.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from jserve.errors import RequestError
+from jserve.types import GenerateRequest, SamplingParams
+
+#: SGLang's names whose feature is not there; None (or an empty value) asks for nothing.
+_UNSUPPORTED = (
+    *("stop_regex", "json_schema", "regex", "ebnf", "structural_tag"),
+    *("beam_width", "custom_params", "watermark"),
+)
+
+
+def sampling_from_dict(params: Mapping[str, Any] | None) -> SamplingParams:
+    """SamplingParams of SGLang's `sampling_params`. None means the default, but for max_new_tokens,
+    where it is "up to the context length".
+
+    Raises RequestError naming the field: unknown, of a feature that is not there, of a wrong type.
+    """
+    if not isinstance(params, Mapping | None):
+        raise RequestError(
+            f"sampling_params must be a mapping, got {params!r:.80}.", "sampling_params"
+        )
+    given: dict[str, Any] = {}
+    for name, value in (params or {}).items():
+        if name in _UNSUPPORTED:
+            if value:
+                raise RequestError(f"{name} is not supported yet.", name)
+        elif name not in SamplingParams.__struct_fields__:
+            raise RequestError(f"{name} is not a sampling parameter.", name)
+        elif value is not None or name == "max_new_tokens":
+            given[name] = value
+    if type(given.get("stop")) is str:
+        given["stop"] = [given["stop"]]
+    try:
+        return msgspec.convert(given, SamplingParams, str_keys=True)
+    except msgspec.ValidationError as error:
+        problem, _, path = str(error).replace("`", "").partition(" - at ")
+        field = re.search(r"\$\.(\w+)", path)
+        name = field[1] if field else "sampling_params"
+        wanted, _, got = problem.removeprefix("Expected ").partition(", ")
+        raise RequestError(f"{name} must be {wanted}, {got}.", name) from None
+
+
+def expand(
+    prompt: str | list[str] | None = None,
+    sampling_params: Mapping[str, Any] | list[Mapping[str, Any]] | None = None,
+    input_ids: list[int] | list[list[int]] | None = None,
+    *,
+    return_logprob: bool | list[bool] = False,
+    logprob_start_len: int | list[int | None] | None = None,
+    top_logprobs_num: int | list[int] | None = None,
+    token_ids_logprob: list[int] | list[list[int] | None] | None = None,
+    return_text_in_logprobs: bool = False,
+    stream: bool = False,
+    rid: str | list[str] | None = None,
+    extra_key: str | list[str | None] | None = None,
+    cache_salt: str | list[str | None] | None = None,
+) -> tuple[list[GenerateRequest], bool]:
+    """(one request a prompt, whether the answer is a list of bodies).
+
+    Scalars hold for every prompt, lists have one value a prompt.
+    """
+    if (prompt is None) == (input_ids is None):
+        raise RequestError("Exactly one of prompt and input_ids must be given.", "prompt")
+    given, field = (prompt, "text") if input_ids is None else (input_ids, "input_ids")
+    batch = isinstance(prompt, list) or any(isinstance(ids, list) for ids in input_ids or ())
+    prompts: list[Any] = given if batch else [given]  # type: ignore[assignment]
+    size = len(prompts)
+    if not size:
+        raise RequestError("prompt must not be an empty list.", "prompt")
+    if batch and isinstance(rid, str):
+        rid = [f"{rid}_{i}" for i in range(size)]
+    ids: list[Any] = token_ids_logprob or []
+    columns = {
+        field: prompts,
+        "sampling_params": _column("sampling_params", sampling_params, size),
+        "return_logprob": _column("return_logprob", return_logprob, size),
+        "start_len": _column("logprob_start_len", logprob_start_len, size),
+        "top_num": _column("top_logprobs_num", top_logprobs_num, size),
+        "token_ids": [ids] * size
+        if all(type(token) is int for token in ids)
+        else _column("token_ids_logprob", ids, size),
+        "rid": _column("rid", rid, size),
+        "extra_key": _column("extra_key", extra_key, size),
+        "cache_salt": _column("cache_salt", cache_salt, size),
+    }
+    common = {"stream": stream, "return_text_in_logprobs": return_text_in_logprobs}
+    rows = zip(*columns.values(), strict=True)
+    requests = [_request(common | dict(zip(columns, row, strict=True))) for row in rows]
+    return requests, batch or requests[0].sampling.n > 1
+
+
+def _request(fields: dict[str, Any]) -> GenerateRequest:
+    """One GenerateRequest of one value an argument, types checked."""
+    sampling = sampling_from_dict(fields.pop("sampling_params"))
+    names = ("start_len", "top_num", "token_ids")
+    logprobs = {name: value for name in names if (value := fields.pop(name)) is not None}
+    if not fields.pop("return_logprob"):
+        logprobs = None
+    for name in ("extra_key", "cache_salt"):
+        fields[name] = fields[name] or None
+    try:
+        return msgspec.convert(
+            {**fields, "sampling": sampling, "logprobs": logprobs}, GenerateRequest
+        )
+    except msgspec.ValidationError as error:
+        problem, _, path = str(error).replace("`", "").partition(" - at $.")
+        name = re.split(r"[.\[]", path)[0] or None
+        raise RequestError(f"{path or 'request'}: {problem}.", name) from None
+
+
+def _column(name: str, value: Any, size: int) -> list[Any]:
+    if not isinstance(value, list):
+        return [value] * size
+    if len(value) != size:
+        raise RequestError(f"{name} must have one value a prompt ({size}), got {len(value)}.", name)
+    return value

@@ -1,0 +1,139 @@
+"""From a Config to a Loop that serves.
+
+Owns the order of start-up (backend, checkpoint, weights, compilation, scheduler) and what must be
+set before the backend starts. The only module that knows the constructors of every room.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import psutil
+
+from jserve.cache.manager import CacheManager
+from jserve.config import Config, DeviceFacts, Resolved, resolve
+from jserve.engine.channel import EngineEnd
+from jserve.engine.loop import Loop
+from jserve.models.registry import build_model, parse_config
+from jserve.runner.startup import start_runner
+from jserve.scheduler.request import SchedulerSettings
+from jserve.scheduler.scheduler import Scheduler
+from jserve.types import ModelConfig, Progress
+from jserve.weights.checkpoint import open_checkpoint
+from jserve.weights.loader import load_params
+from sharding.mesh import make_mesh
+from sharding.rules import TP, Rules
+
+logger = logging.getLogger("jserve.engine")
+
+_XLA_MEM_FRACTION = "0.93"  # of a GPU; the rest is for CUDA contexts, graphs and libraries
+_PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
+
+
+def build(config: Config, channel: EngineEnd) -> Loop:
+    """A Loop ready to run, all compiled that it needs first; progress is told over `channel`."""
+
+    def progress(stage: str) -> Callable[[int, int], None]:
+        return lambda done, total: channel.send(Progress(stage=stage, done=done, total=total))
+
+    started = time.monotonic()
+    _prepare_backend(config)
+    checkpoint = open_checkpoint(config.model)
+    model_config = parse_config(checkpoint.hf_config, checkpoint.generation_config)
+    resolved = resolve(config, model_config, _device_facts())
+    rules = Rules(make_mesh(jax.devices(), tensor=resolved.tp_size), TP)
+    model = build_model(
+        model_config,
+        rules,
+        dtype=resolved.dtype,
+        attention_backend=resolved.attention_backend,
+        page_size=resolved.page_size,
+    )
+    params = load_params(
+        model.specs, checkpoint, rules, resolved.dtype, progress=progress("weights")
+    )
+    loaded = time.monotonic()
+    runner = start_runner(
+        model,
+        params,
+        rules,
+        resolved,
+        progress("compile"),
+        compilation_cache_dir=_cache_dir(config),
+    )
+    scheduler = Scheduler(
+        _scheduler_settings(config, resolved, model_config),
+        CacheManager(runner.num_pages, resolved.page_size, radix=resolved.radix),
+    )
+    facts = {
+        "model_config": dataclasses.asdict(model_config),
+        "device": jax.devices()[0].device_kind,
+        "max_total_num_tokens": (runner.num_pages - 1) * resolved.page_size,
+        "max_running_requests": resolved.num_slots,
+        "weight_bytes": sum(array.nbytes for array in params.values()),
+        "weight_seconds": round(loaded - started, 3),
+        "compile_seconds": round(time.monotonic() - loaded, 3),
+        **dataclasses.asdict(resolved),
+    }
+    return Loop(
+        scheduler,
+        runner,
+        channel,
+        depth=resolved.overlap_depth,
+        page_size=resolved.page_size,
+        facts=facts,
+        watchdog_timeout=config.server.watchdog_timeout,
+    )
+
+
+def _prepare_backend(config: Config) -> None:
+    """What JAX reads once, when its backend starts; in a process where it runs, without effect."""
+    execution = config.execution
+    if execution.device != "auto":
+        jax.config.update("jax_platforms", _PLATFORMS[execution.device])
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", _XLA_MEM_FRACTION)
+    flags = os.environ.get("XLA_FLAGS", "")
+    if execution.tp_size > 1 and "host_platform_device_count" not in flags:
+        flag = f"--xla_force_host_platform_device_count={execution.tp_size}"
+        os.environ["XLA_FLAGS"] = f"{flags} {flag}"  # of the CPU platform only
+
+
+def _device_facts() -> DeviceFacts:
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        memory: int | None = psutil.virtual_memory().available
+    else:
+        memory = (device.memory_stats() or {}).get("bytes_limit")
+    return DeviceFacts(device.platform, device.device_kind, len(jax.devices()), memory)
+
+
+def _cache_dir(config: Config) -> str | None:
+    name = config.execution.compilation_cache_dir
+    return None if name == "off" else str(Path(name).expanduser())
+
+
+def _scheduler_settings(
+    config: Config, resolved: Resolved, model: ModelConfig
+) -> SchedulerSettings:
+    seed = config.model.random_seed
+    return SchedulerSettings(
+        num_slots=resolved.num_slots,
+        context_length=resolved.context_length,
+        page_size=resolved.page_size,
+        chunked_prefill_size=resolved.chunked_prefill_size,
+        max_prefill_tokens=resolved.max_prefill_tokens,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        mixed=resolved.mixed,
+        policy=resolved.policy,
+        schedule_conservativeness=resolved.schedule_conservativeness,
+        max_queued=resolved.max_queued_requests,
+        lookahead=resolved.overlap_depth,
+        seed=int.from_bytes(os.urandom(7)) if seed is None else seed,
+    )

@@ -1,0 +1,43 @@
+"""Watches a loop from a thread of its own, and speaks up when a step hangs."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+logger = logging.getLogger("jserve.engine")
+
+
+class Watchdog:
+    """Dumps all stacks and calls `on_hang`, from its thread, when `busy_since` is `timeout` seconds
+    ago.
+
+    Args:
+        timeout: 0: there is no watchdog.
+        busy_since: when the running tick began (time.monotonic()); None between two.
+    """
+
+    def __init__(
+        self, timeout: float, busy_since: Callable[[], float | None], on_hang: Callable[[], None]
+    ) -> None:
+        self._timeout = timeout
+        self._busy_since = busy_since
+        self._on_hang = on_hang
+        self._stopped = threading.Event()
+        if timeout > 0:
+            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(min(self._timeout / 4, 5.0)):
+            since = self._busy_since()
+            if since is not None and time.monotonic() - since > self._timeout:
+                logger.critical("a step takes more than %g s; all stacks follow", self._timeout)
+                faulthandler.dump_traceback()
+                self._on_hang()
+                return
