@@ -1,0 +1,217 @@
+"""The command line: `jserve serve | generate | chat`.
+
+Owns argument parsing, the terminal and exit codes (2: a configuration that cannot work, in one
+line; 1: a request or engine that failed; 130: interrupted). Flags come from config.py; what they do
+is the business of server and engine, which are imported only by the command that needs them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import sys
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import Any, NoReturn, Protocol
+
+from jserve import __version__
+from jserve.config import Config, add_arguments, unknown_option
+from jserve.errors import ConfigError, JserveError
+from jserve.types import GenerateRequest, Output, SamplingParams
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    try:
+        parsed, unknown = _parser().parse_known_args(argv)
+        if unknown:
+            raise ConfigError(_unknown_argument(unknown[0]))
+        if parsed.positional_model is not None:
+            parsed.model_path = parsed.positional_model
+        config = Config.from_namespace(parsed)
+        parsed.command(config, parsed)
+    except ConfigError as error:
+        print(f"jserve: error: {error}", file=sys.stderr)
+        return 2
+    except JserveError as error:
+        print(f"jserve: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+class Generator(Protocol):
+    """What the terminal commands need of `jserve.Engine`."""
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+    def generate_stream(self, request: GenerateRequest, /) -> AsyncIterator[Output]: ...
+
+
+def print_stream(engine: Generator, request: GenerateRequest) -> str:
+    """Print the text of one request as it comes, end the line, and return the whole."""
+
+    async def stream() -> str:
+        text = ""
+        async for output in engine.generate_stream(request):
+            print(output.delta, end="", flush=True)
+            text = output.text
+            if output.finish is not None and output.finish.type == "abort":
+                raise JserveError(output.finish.message or "the request was aborted")
+        print(flush=True)
+        return text
+
+    return asyncio.run(stream())
+
+
+def chat_loop(engine: Generator, lines: Iterable[str], sampling: SamplingParams) -> None:
+    """Answer each line with the conversation so far in mind, until the lines end."""
+    messages: list[dict[str, str]] = []
+    for line in lines:
+        if not line.strip():
+            continue
+        messages.append({"role": "user", "content": line.rstrip("\n")})
+        prompt_ids = engine.tokenizer.apply_chat_template(messages)
+        request = GenerateRequest(sampling=sampling, input_ids=prompt_ids, stream=True)
+        messages.append({"role": "assistant", "content": print_stream(engine, request)})
+
+
+def _serve(config: Config, parsed: argparse.Namespace) -> None:
+    from jserve.server.app import serve
+
+    serve(config)
+
+
+def _generate(config: Config, parsed: argparse.Namespace) -> None:
+    from jserve.engine.engine import Engine
+
+    sampling = _sampling(parsed, max_new_tokens=128)
+    with Engine.from_config(config) as engine:
+        print_stream(engine, GenerateRequest(sampling=sampling, text=parsed.prompt, stream=True))
+
+
+def _chat(config: Config, parsed: argparse.Namespace) -> None:
+    from jserve.engine.engine import Engine
+
+    with Engine.from_config(config) as engine:
+        if not engine.tokenizer.has_chat_template:
+            raise ConfigError(
+                f"--model-path {config.model.model_path} has no chat template; give one with "
+                "--chat-template, or use `jserve generate`"
+            )
+        chat_loop(engine, _terminal_lines(), _sampling(parsed, max_new_tokens=None))
+
+
+def _terminal_lines() -> Iterable[str]:
+    """Lines of standard input, asked for with a prompt when a person types them."""
+    if not sys.stdin.isatty():
+        yield from sys.stdin
+        return
+    print("Ctrl-D ends the chat.", file=sys.stderr)
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            return
+
+
+class _Parser(argparse.ArgumentParser):
+    """One line for an error, and no abbreviated flags."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=_formatter, **settings)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def _formatter(prog: str) -> argparse.HelpFormatter:
+    return argparse.HelpFormatter(prog, max_help_position=32, width=100)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="jserve",
+        description="Serve open language models on TPU, GPU and CPU.",
+    )
+    parser.add_argument("--version", action="version", version=f"jserve {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    serve = _add_command(
+        commands, "serve", "answer HTTP requests (OpenAI's and SGLang's API)", _serve
+    )
+    add_arguments(serve)
+    generate = _add_command(commands, "generate", "continue one prompt", _generate)
+    generate.add_argument("--prompt", required=True, metavar="TEXT", help="what to continue")
+    chat = _add_command(commands, "chat", "talk with the model in the terminal", _chat)
+    for command in (generate, chat):
+        _add_sampling(command)
+        add_arguments(command, skip=("server",))
+        command.set_defaults(log_level="error")
+    return parser
+
+
+def _add_command(commands: Any, name: str, about: str, run: Any) -> argparse.ArgumentParser:
+    command = commands.add_parser(
+        name, help=about, description=about, usage=f"jserve {name} MODEL [flags]"
+    )
+    command.add_argument(
+        "positional_model", nargs="?", metavar="MODEL", help="the same as --model-path"
+    )
+    command.set_defaults(command=run)
+    return command
+
+
+def _unknown_argument(argument: str) -> str:
+    if not argument.startswith("--"):
+        return f"unexpected argument {argument}"
+    name = argument.removeprefix("--").partition("=")[0].replace("-", "_")
+    return unknown_option(name, [flag.name for flag in _SAMPLING])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _SamplingFlag:
+    name: str
+    kind: type
+    about: str
+
+
+_SAMPLING = (
+    _SamplingFlag("max_new_tokens", int, "longest answer"),
+    _SamplingFlag("temperature", float, "0: the likeliest token [0]"),
+    _SamplingFlag("top_p", float, "draw from this much probability [1]"),
+    _SamplingFlag("top_k", int, "draw from so many tokens; -1: all [-1]"),
+    _SamplingFlag("min_p", float, "least probability, relative to the likeliest [0]"),
+    _SamplingFlag("frequency_penalty", float, "for each time a token was generated [0]"),
+    _SamplingFlag("presence_penalty", float, "for tokens that were generated [0]"),
+    _SamplingFlag("repetition_penalty", float, "divides logits of generated tokens [1]"),
+    _SamplingFlag("sampling_seed", int, "the same seed draws the same text [random]"),
+)
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling")
+    for flag in _SAMPLING:
+        group.add_argument(
+            "--" + flag.name.replace("_", "-"),
+            type=flag.kind,
+            metavar=flag.kind.__name__.upper(),
+            help=flag.about,
+        )
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end there; may be repeated")
+    group.add_argument("--ignore-eos", action="store_true", help="go on after the end token")
+
+
+def _sampling(parsed: argparse.Namespace, max_new_tokens: int | None) -> SamplingParams:
+    """The sampling flags that were given, over greedy decoding of up to `max_new_tokens`."""
+    flags = vars(parsed)
+    given = {flag.name: flags[flag.name] for flag in _SAMPLING if flags[flag.name] is not None}
+    defaults = {"max_new_tokens": max_new_tokens, "temperature": 0.0}
+    return SamplingParams(
+        **defaults | given, stop=tuple(parsed.stop or ()), ignore_eos=parsed.ignore_eos
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

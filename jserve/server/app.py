@@ -1,0 +1,168 @@
+"""The FastAPI app and the process that serves it: routes, errors, start-up, signals, the end.
+
+Refuses to know what a request means (the route files) and how it is carried out (engine).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import signal
+import socket
+import threading
+
+import uvicorn
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from jserve.config import Config
+from jserve.engine.engine import Engine
+from jserve.errors import JserveError, NotFoundError, RequestError
+from jserve.server.chat import ChatRoutes
+from jserve.server.completions import CompletionRoutes
+from jserve.server.exchange import Serving
+from jserve.server.guard import Guard
+from jserve.server.models import ModelRoutes
+from jserve.server.native import NativeRoutes
+from jserve.server.replies import error_response
+
+_POLL = 0.25  # seconds between looks at the engine
+_DRAIN = 1.0  # seconds for open requests to get their error when the engine is dead
+_READY = "The server is fired up and ready to roll!"
+_GRACE = 5  # seconds for open requests to finish after SIGTERM; then they end with an error
+
+
+def create_app(engine: Engine, config: Config) -> FastAPI:
+    """The API on a ready engine."""
+    return _build_app(Serving(config, engine))
+
+
+def serve(config: Config) -> None:
+    """Serve until SIGINT or SIGTERM. Answers 503 while the model loads.
+
+    Raises what the engine's start-up raises, EngineDeadError when it ends later, SystemExit when
+    the port is taken.
+    """
+    level, form = config.server.log_level.upper(), "[%(asctime)s] %(message)s"
+    logging.basicConfig(level=level, format=form, datefmt="%Y-%m-%d %H:%M:%S")
+    serving = Serving(config)
+    options = uvicorn.Config(
+        _build_app(serving),
+        host=config.server.host,
+        port=config.server.port,
+        log_level=config.server.log_level,
+        access_log=config.server.log_requests,
+        timeout_keep_alive=60,
+        timeout_graceful_shutdown=2 * _GRACE,
+    )
+    server = uvicorn.Server(options)
+    # uvicorn raises the signal that stopped it once more; handled here too, so that the exit is 0.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, server.handle_exit)
+    listener = options.bind_socket()
+    with asyncio.Runner(loop_factory=options.get_loop_factory()) as runner:
+        runner.run(_supervise(serving, server, listener))
+
+
+async def _supervise(serving: Serving, server: uvicorn.Server, listener: socket.socket) -> None:
+    """Run the HTTP server and, beside it, load the engine and watch it."""
+    http = asyncio.create_task(server.serve(sockets=[listener]))
+    loading = asyncio.wrap_future(_load(serving.config))
+    try:
+        await asyncio.wait((http, loading), return_when=asyncio.FIRST_COMPLETED)
+        if http.done():
+            return
+        serving.loaded = engine = loading.result()
+        print(_READY, f"ready at {_url(server.config.host, listener)}", sep="\n", flush=True)
+        while engine.healthy and not (server.should_exit or http.done()):
+            await asyncio.wait((http,), timeout=_POLL)
+        if not server.should_exit:  # a signal to the process group ends the engine too
+            await asyncio.sleep(_DRAIN)
+            await engine.control("server_info")  # raises EngineDeadError with the cause
+    finally:
+        server.should_exit = True
+        await asyncio.wait((http,), timeout=_GRACE)
+        if loading.done() and loading.exception() is None:
+            await asyncio.to_thread(loading.result().shutdown)
+        await http
+
+
+def _url(host: str, listener: socket.socket) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+
+
+def _load(config: Config) -> concurrent.futures.Future[Engine]:
+    """Build the engine in a thread that does not hold up the end of the process."""
+    future: concurrent.futures.Future[Engine] = concurrent.futures.Future()
+
+    def load() -> None:
+        try:
+            future.set_result(Engine.from_config(config))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=load, name="load", daemon=True).start()
+    return future
+
+
+def _build_app(serving: Serving) -> FastAPI:
+    app = FastAPI(title="jserve", openapi_url=None, redirect_slashes=False)
+    if (key := serving.config.server.api_key) is not None:
+        app.add_middleware(Guard, key=key)
+    app.add_exception_handler(JserveError, _on_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
+    app.add_exception_handler(Exception, _on_fault)
+    models, native = ModelRoutes(serving), NativeRoutes(serving)
+    routes = [
+        ("/v1/chat/completions", ChatRoutes(serving).chat, "POST"),
+        ("/v1/completions", CompletionRoutes(serving).completions, "POST"),
+        ("/v1/models", models.models, "GET"),
+        ("/v1/models/{model:path}", models.model, "GET"),
+        ("/generate", native.generate, "POST PUT"),
+        ("/", native.root, "GET"),
+        ("/health /ready", native.health, "GET"),
+        ("/health_generate", native.health_generate, "GET"),
+        ("/model_info /get_model_info", native.model_info, "GET"),
+        ("/server_info /get_server_info", native.server_info, "GET"),
+        ("/flush_cache", native.flush_cache, "GET POST"),
+        ("/abort_request", native.abort, "POST"),
+        ("/tokenize /v1/tokenize", native.tokenize, "POST"),
+        ("/detokenize /v1/detokenize", native.detokenize, "POST"),
+        ("/v1/loads", native.loads, "GET"),
+        ("/get_load", native.get_load, "GET"),
+    ]
+    if serving.config.server.enable_metrics:
+        routes.append(("/metrics", native.metrics, "GET"))
+    for paths, handler, methods in routes:
+        for path in paths.split():
+            app.add_api_route(path, handler, methods=methods.split(), response_model=None)
+    return app
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, JserveError), f"{error=}"
+    return error_response(error, request.url.path)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """Unknown routes and methods, in the API's own error shape."""
+    assert isinstance(error, HTTPException), f"{error=}"
+    path = request.url.path
+    kind = NotFoundError if error.status_code == 404 else RequestError
+    failure = kind(f"{request.method} {path}: {error.detail}.")
+    failure.status_code = error.status_code
+    response = error_response(failure, path)
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _on_disconnect(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it
+
+
+async def _on_fault(request: Request, error: Exception) -> Response:
+    return error_response(JserveError("Internal error."), request.url.path)

@@ -1,0 +1,186 @@
+"""Chat completions: messages through the chat template; choices and deltas of answers.
+
+Refuses to know transport (exchange.py) and what it shares with text completions (openai.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+from msgspec import field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jserve.errors import RequestError
+from jserve.server import openai, unsupported
+from jserve.server.answer import chat_choice
+from jserve.server.exchange import Serving, read_body
+from jserve.server.ids import check_ids
+from jserve.server.logprobs import chat_logprobs, check_top
+from jserve.server.parts import joined_text
+from jserve.server.protocol import Body, Int, convert, decode
+from jserve.tokenizer.tokenizer import Tokenizer
+from jserve.types import LogprobParams, Output
+
+_THREAD_BYTES = 1 << 15  # messages of larger bodies are rendered off the event loop
+_RESERVED = {"add_generation_prompt", "continue_final_message", "messages", "self"}
+
+
+class ChatBody(openai.OpenAIBody):
+    unsupported: ClassVar[Mapping[str, Any]] = unsupported.CHAT
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    input_ids: list[Int] | None = None  # used in place of the rendered messages
+    max_completion_tokens: Int | None = None
+    logprobs: bool = False
+    top_logprobs: Int | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    return_prompt_token_ids: bool = False
+    # Accepted: without tools and reasoning there is nothing to split; keys and ids are hints.
+    parallel_tool_calls: bool = True
+    separate_reasoning: bool = True
+    stream_reasoning: bool = True
+    prompt_cache_key: str = ""
+    prompt_cache_retention: str = ""
+    safety_identifier: str = ""
+    service_tier: Literal["auto", "default"] = "auto"
+
+
+class Message(Body):
+    unsupported: ClassVar[Mapping[str, Any]] = unsupported.MESSAGE
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+
+
+class ChatRoutes:
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+
+    async def chat(self, request: Request) -> Response:
+        serving, engine = self._serving, self._serving.engine
+        raw = await read_body(request)
+        body = decode(raw, ChatBody)
+        openai.check_model(serving, body.model)
+        logprobs = _logprobs(body)
+        sampling = openai.sampling(body, _max_tokens(body), engine.generation_config)
+        if body.input_ids is None:
+            options = (body.continue_final_message, body.chat_template_kwargs, len(raw))
+            ids = await prompt_ids(engine.tokenizer, body.messages, *options)
+        else:
+            ids = check_ids("input_ids", body.input_ids, engine.model_config.vocab_size)
+        asked = openai.requests(body, [ids], sampling, logprobs)
+        shape = ChatShape(body, engine.tokenizer)
+        return await openai.respond(request, serving, body, asked, shape)
+
+
+async def prompt_ids(
+    tokenizer: Tokenizer,
+    fields: Sequence[dict[str, Any]],
+    continue_final_message: bool,
+    variables: Mapping[str, Any],
+    size: int,
+) -> list[int]:
+    """Messages of about `size` bytes through the chat template. Raises RequestError."""
+    messages = [_template_message(one, f"messages[{i}]") for i, one in enumerate(fields)]
+    if not messages:
+        raise RequestError("messages must hold at least one message.", "messages")
+    if continue_final_message and messages[-1]["role"] != "assistant":
+        message = "continue_final_message needs a last message of role assistant."
+        raise RequestError(message, "continue_final_message")
+    if taken := _RESERVED & variables.keys():
+        name = f"chat_template_kwargs.{min(taken)}"
+        raise RequestError(f"{name} cannot be set this way.", name)
+    render = functools.partial(
+        tokenizer.apply_chat_template,
+        messages,
+        add_generation_prompt=not continue_final_message,
+        continue_final_message=continue_final_message,
+        **variables,
+    )
+    return await asyncio.to_thread(render) if size > _THREAD_BYTES else render()
+
+
+def _template_message(fields: dict[str, Any], at: str) -> dict[str, Any]:
+    """A checked message as the template sees it; a developer message is a system message."""
+    message = convert(fields, Message, at)
+    role, content = message.role, message.content
+    if role in ("tool", "function"):
+        raise RequestError(f"{at}.role: role {role} is not supported yet.", f"{at}.role")
+    if content is None and role != "assistant":
+        raise RequestError(f"{at}.content is required.", f"{at}.content")
+    if isinstance(content, list):
+        content = joined_text(content, f"{at}.content")
+    rendered = {"role": "system" if role == "developer" else role, "content": content or ""}
+    optional = {"name": message.name, "reasoning_content": message.reasoning_content}
+    return rendered | {key: value for key, value in optional.items() if value is not None}
+
+
+def _max_tokens(body: ChatBody) -> int | None:
+    old, new = body.max_tokens, body.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise RequestError("max_tokens and max_completion_tokens differ; give one.", "max_tokens")
+    name, limit = ("max_tokens", old) if new is None else ("max_completion_tokens", new)
+    if limit is not None and limit < 1:
+        raise RequestError(f"{name} must be >= 1, got {limit}.", name)
+    return limit
+
+
+def _logprobs(body: ChatBody) -> LogprobParams | None:
+    top_num = body.top_logprobs or 0
+    if body.logprobs:
+        check_top("top_logprobs", top_num)
+        return LogprobParams(top_num=top_num)
+    if top_num:
+        raise RequestError("top_logprobs needs logprobs: true.", "top_logprobs")
+    return None
+
+
+class ChatShape:
+    """Choices of chat completions. In a stream: a role chunk, deltas, a finish chunk."""
+
+    full = "chat.completion"
+    chunk = "chat.completion.chunk"
+
+    def __init__(self, body: ChatBody, tokenizer: Tokenizer) -> None:
+        self._body = body
+        self._tokenizer = tokenizer
+        self._seen: dict[int, int] = {}  # logprob positions streamed, by choice index
+
+    def extra(self, first: Output) -> dict[str, Any]:
+        if self._body.return_prompt_token_ids or self._body.return_token_ids:
+            return {"prompt_token_ids": first.prompt_ids}
+        return {}
+
+    def choice(self, output: Output) -> dict[str, Any]:
+        return chat_choice(output, self._tokenizer, self._body.return_token_ids)
+
+    def chunks(self, output: Output) -> list[dict[str, Any]]:
+        index, chunks = output.index, []
+        if index not in self._seen:
+            self._seen[index] = 0
+            first = _chunk(index, {"role": "assistant", "content": ""})
+            chunks.append(first | self.extra(output))
+        wanted = output.new_ids and (self._body.logprobs or self._body.return_token_ids)
+        if output.delta or wanted:
+            chunk = _chunk(index, {"content": output.delta})
+            if (logprobs := output.output_logprobs) is not None:
+                chunk["logprobs"] = chat_logprobs(self._tokenizer, logprobs, self._seen[index])
+                self._seen[index] = len(logprobs.token_ids)
+            if self._body.return_token_ids:
+                chunk["token_ids"] = output.new_ids
+            chunks.append(chunk)
+        if output.finish is not None:
+            reason = {"finish_reason": output.finish.type, "matched_stop": output.finish.matched}
+            chunks.append(_chunk(index, {}) | reason)
+        return chunks
+
+
+def _chunk(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}

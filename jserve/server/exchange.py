@@ -1,0 +1,122 @@
+"""One HTTP exchange: a body within its limit, the engine while the client is there, the stream.
+
+What every route shares. Knows nothing of the fields of any request or answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+from typing import TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from jserve.config import Config
+from jserve.engine.engine import Engine
+from jserve.errors import EngineDeadError, RequestError, TooLargeError
+from jserve.server.outputs import Outputs, logged, merged
+from jserve.server.replies import error_event
+from jserve.types import GenerateRequest
+
+MAX_BODY_BYTES = 64 << 20
+_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+_Lines = AsyncGenerator[bytes, None]
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(slots=True)
+class Serving:
+    """What the routes work on. `loaded` is None until the engine is ready, and `engine` raises."""
+
+    config: Config
+    loaded: Engine | None = None
+
+    @property
+    def engine(self) -> Engine:
+        if self.loaded is None:
+            raise EngineDeadError("The server is starting.")
+        return self.loaded
+
+    @property
+    def model_name(self) -> str:
+        return self.config.model.served_model_name or self.config.model.model_path
+
+    def outputs(self, requests: Sequence[GenerateRequest]) -> Outputs:
+        """Outputs of all requests as they come; `index` counts the sequences of all of them."""
+        engine, (first, *others) = self.engine, requests
+        outputs = merged(engine, requests) if others else engine.generate_stream(first)
+        return logged(outputs, requests) if self.config.server.log_requests else outputs
+
+
+async def read_body(request: Request) -> bytes:
+    """The body of a JSON request. Raises RequestError (another type) or TooLargeError."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    json_kind = kind == "application/json" or kind.endswith("+json")
+    if not json_kind and (kind or request.url.path.startswith("/v1")):
+        raise RequestError(f"Content-Type must be application/json, got {kind or 'none'}.")
+    declared = request.headers.get("content-length", "")
+    _check_size(int(declared) if declared.isdecimal() else 0)
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        _check_size(len(body))
+    return bytes(body)
+
+
+def _check_size(size: int) -> None:
+    if size > MAX_BODY_BYTES:
+        raise TooLargeError(f"The body is over the limit of {MAX_BODY_BYTES} bytes.")
+
+
+async def while_connected(receive: Receive, work: Awaitable[_T]) -> _T:
+    """Await `work`. When the client leaves, it is cancelled and ClientDisconnect raised."""
+
+    async def left() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(left())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        task.cancel()
+        watcher.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def stream_response(request: Request, events: _Lines) -> Response:
+    """Answer with `events`. What fails before the first is raised, and so has its HTTP status."""
+    first = await while_connected(request.receive, anext(events))
+    return _EventStream(first, events, request.url.path)
+
+
+class _EventStream(StreamingResponse):
+    """`first` and the rest of `events`; closed when the response ends or the client leaves."""
+
+    def __init__(self, first: bytes, events: _Lines, path: str) -> None:
+        self._events = events
+        self._lines = _framed(first, events, path)
+        super().__init__(self._lines, headers=_STREAM_HEADERS, media_type="text/event-stream")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with contextlib.aclosing(self._events), contextlib.aclosing(self._lines):
+            with contextlib.suppress(ClientDisconnect, OSError):
+                await while_connected(receive, self.stream_response(send))
+
+
+async def _framed(first: bytes, events: _Lines, path: str) -> _Lines:
+    """Closed by [DONE]; what fails on the way becomes an event."""
+    yield first
+    try:
+        async for event in events:
+            yield event
+    except Exception as error:
+        yield error_event(error, path)
+    yield b"data: [DONE]\n\n"

@@ -1,0 +1,160 @@
+"""What chat and text completions share: fields, sampling defaults, the stream.
+
+Refuses to know transport (exchange.py) and what a choice looks like (chat.py, completions.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jserve.errors import NotFoundError, RequestError
+from jserve.server.answer import Shape, answer
+from jserve.server.exchange import Serving, stream_response
+from jserve.server.ids import given_rids
+from jserve.server.protocol import Body, Int
+from jserve.server.replies import sse
+from jserve.server.usage import StreamOptions, usage
+from jserve.types import GenerateRequest, LogprobParams, Output, SamplingParams
+
+Bias = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]  # anything larger overflows in float32
+
+
+class OpenAIBody(Body):
+    """What chat and text completions share."""
+
+    model: str = "default"
+    n: Int = 1
+    max_tokens: Int | None = None
+    min_tokens: Int = 0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: dict[Int, Bias] = field(default_factory=dict)
+    seed: Int | None = None
+    stop: str | list[str] = field(default_factory=list)
+    stop_token_ids: list[Int] = field(default_factory=list)
+    ignore_eos: bool = False
+    no_stop_trim: bool = False
+    skip_special_tokens: bool = True
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    rid: str | list[str] | None = None
+    extra_key: str | None = None
+    cache_salt: str | None = None
+    user: str = ""  # accepted
+    metadata: dict[str, str] = field(default_factory=dict)  # accepted
+
+
+def check_model(serving: Serving, model: str) -> None:
+    """Raise NotFoundError unless `model` is served; "default" always is."""
+    name = serving.model_name
+    if model not in ("default", name, serving.config.model.model_path):
+        raise NotFoundError(f"model {model!r} is not served here; use {name!r}.", "model")
+
+
+def sampling(body: OpenAIBody, limit: int | None, defaults: Mapping[str, Any]) -> SamplingParams:
+    """What the body leaves open is `defaults`' or the API's own. The engine checks ranges."""
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options needs stream: true.", "stream_options")
+
+    def pick(name: str, given: float | None, last: float) -> float:
+        value = defaults.get(name) if given is None else given
+        return last if value is None else value
+
+    # generation_config.json writes 0 for "all".
+    top_k = -1 if body.top_k is None and defaults.get("top_k") == 0 else body.top_k
+    return SamplingParams(
+        max_new_tokens=limit,
+        min_new_tokens=body.min_tokens,
+        temperature=float(pick("temperature", body.temperature, 1.0)),
+        top_p=float(pick("top_p", body.top_p, 1.0)),
+        top_k=int(pick("top_k", top_k, -1)),
+        min_p=float(pick("min_p", body.min_p, 0.0)),
+        frequency_penalty=body.frequency_penalty,
+        presence_penalty=body.presence_penalty,
+        repetition_penalty=float(pick("repetition_penalty", body.repetition_penalty, 1.0)),
+        logit_bias=body.logit_bias,
+        stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop),
+        stop_token_ids=tuple(body.stop_token_ids),
+        ignore_eos=body.ignore_eos,
+        n=body.n,
+        sampling_seed=body.seed,
+        skip_special_tokens=body.skip_special_tokens,
+        no_stop_trim=body.no_stop_trim,
+    )
+
+
+def requests(
+    body: OpenAIBody,
+    prompts: Sequence[str | list[int]],
+    params: SamplingParams,
+    logprobs: LogprobParams | None,
+) -> list[GenerateRequest]:
+    """One GenerateRequest a prompt, each under an id of its own. Raises RequestError naming rid."""
+    new = [uuid.uuid4().hex for _ in prompts]
+    rids = new if body.rid is None else given_rids(body.rid, len(prompts))
+    return [
+        GenerateRequest(
+            sampling=params,
+            text=prompt if isinstance(prompt, str) else None,
+            input_ids=None if isinstance(prompt, str) else prompt,
+            rid=rid,
+            logprobs=logprobs,
+            extra_key=body.extra_key or None,
+            cache_salt=body.cache_salt or None,
+            stream=body.stream,
+        )
+        for prompt, rid in zip(prompts, rids, strict=True)
+    ]
+
+
+async def respond(
+    request: Request,
+    serving: Serving,
+    body: OpenAIBody,
+    asked: list[GenerateRequest],
+    shape: Shape,
+) -> Response:
+    """Answer with the choices of `asked`, as they come or all at once."""
+    head = {
+        "id": asked[0].rid,
+        "object": shape.chunk if body.stream else shape.full,
+        "created": int(time.time()),
+        "model": serving.model_name,
+    }
+    if not body.stream:
+        return await answer(request, serving, asked, shape, head)
+    options = body.stream_options or StreamOptions()
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        # Only the choice is encoded for each chunk; what stands around it is made once.
+        start = b"data: " + msgspec.json.encode(head)[:-1] + b',"choices":['
+        tail = b'],"usage":null}\n\n'
+        latest: dict[int, Output] = {}
+        async with contextlib.aclosing(serving.outputs(asked)) as outputs:
+            async for output in outputs:
+                latest[output.index] = output
+                if options.continuous_usage_stats:
+                    counts = msgspec.json.encode(usage(serving, [output], 1))
+                    tail = b'],"usage":' + counts + b"}\n\n"
+                for choice in shape.chunks(output):
+                    yield start + msgspec.json.encode(choice) + tail
+        if options.include_usage:
+            counts = usage(serving, list(latest.values()), body.n)
+            yield sse({**head, "choices": [], "usage": counts})
+
+    return await stream_response(request, events())
