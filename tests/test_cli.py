@@ -1,0 +1,144 @@
+"""The command line: help, one-line errors with exit code 2, and the two terminal commands."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+
+import pytest
+
+import jserve
+from jserve.__main__ import chat_loop, main, print_stream
+from jserve.errors import JserveError
+from jserve.types import FinishReason, GenerateRequest, Output, SamplingParams
+
+SAMPLING = SamplingParams(temperature=0.0)
+
+
+class ScriptedEngine:
+    """Answers with scripted pieces of text and keeps the requests; its tokens are characters."""
+
+    has_chat_template = True
+
+    def __init__(self, *pieces: str, finish: FinishReason | None = None) -> None:
+        self.pieces = pieces
+        self.finish = finish or FinishReason(type="stop")
+        self.requests: list[GenerateRequest] = []
+        self.tokenizer = self
+
+    def apply_chat_template(self, messages: list[dict[str, str]]) -> list[int]:
+        return [ord(c) for c in "".join(f"<{m['role']}>{m['content']}" for m in messages)]
+
+    async def generate_stream(self, request: GenerateRequest) -> AsyncIterator[Output]:
+        self.requests.append(request)
+        text = ""
+        for number, piece in enumerate(self.pieces):
+            text += piece
+            yield Output(
+                index=0,
+                rid="r",
+                text=text,
+                delta=piece,
+                output_ids=[],
+                new_ids=[],
+                finish=self.finish if number == len(self.pieces) - 1 else None,
+                prompt_tokens=1,
+                completion_tokens=number,
+                cached_tokens=0,
+            )
+
+
+def test_generate_prints_the_pieces_and_ends_the_line(capsys) -> None:
+    engine = ScriptedEngine("The capital", " is Paris", ".")
+    assert print_stream(engine, GenerateRequest(sampling=SAMPLING, text="?", stream=True)) == (
+        "The capital is Paris."
+    )
+    assert capsys.readouterr().out == "The capital is Paris.\n"
+
+
+def test_an_aborted_request_is_an_error(capsys) -> None:
+    engine = ScriptedEngine("", finish=FinishReason(type="abort", message="the device is gone"))
+    with pytest.raises(JserveError, match="the device is gone"):
+        print_stream(engine, GenerateRequest(sampling=SAMPLING, text="?", stream=True))
+
+
+def test_chat_remembers_the_conversation_and_skips_empty_lines(capsys) -> None:
+    engine = ScriptedEngine("yes")
+    chat_loop(engine, ["one?\n", "\n", "two?\n"], SAMPLING)
+    prompts = ["".join(map(chr, request.input_ids or [])) for request in engine.requests]
+    assert prompts == ["<user>one?", "<user>one?<assistant>yes<user>two?"]
+    assert all(request.stream and request.sampling is SAMPLING for request in engine.requests)
+    assert capsys.readouterr().out == "yes\nyes\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["fly"], "invalid choice: 'fly'"),
+        (["serve"], "--model-path is required"),
+        (["serve", "m", "extra"], "unexpected argument extra"),
+        (["serve", "m", "--page-sise", "1"], "--page-sise; did you mean --page-size?"),
+        (["serve", "m", "--page", "1"], "unknown option --page"),
+        (["serve", "m", "--page-size", "many"], "argument --page-size: invalid int value: 'many'"),
+        (["serve", "m", "--page-size", "0"], "--page-size must be in [1, 1024], got 0"),
+        (["serve", "m", "--dtype", "half"], "--dtype must be one of auto, float32, bfloat16"),
+        (["serve", "--config", "/nowhere.yaml"], "--config /nowhere.yaml cannot be read"),
+        (["generate", "m"], "the following arguments are required: --prompt"),
+        (["generate", "m", "--prompt", "x", "--port", "1"], "--port is not for this command"),
+        (["generate", "m", "--prompt", "x", "--temprature", "1"], "did you mean --temperature?"),
+    ],
+)  # fmt: skip
+def test_a_bad_command_line_is_one_line_and_exit_code_2(argv, message, capsys) -> None:
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in captured.err
+    assert captured.err.startswith("jserve: error: ")
+    assert captured.err.count("\n") == 1
+
+
+def run_module(*argv: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "jserve", *argv]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+
+
+def test_the_module_runs_and_tells_its_version() -> None:
+    assert run_module("--version").stdout == f"jserve {jserve.__version__}\n"
+
+
+def test_a_server_whose_model_is_not_there_ends_with_code_2_and_no_traceback() -> None:
+    done = run_module("serve", "no/such/model.gguf", "--port", "0", "--log-level", "critical")
+    assert done.returncode == 2, done.stderr
+    assert "jserve: error: " in done.stderr
+    assert "no/such/model.gguf" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "chat"])
+def test_help_is_grouped_and_fits_two_screens(command, capsys) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main([command, "--help"])
+    text = capsys.readouterr().out
+    assert exit_info.value.code == 0
+    assert text.count("\n") <= 75
+    assert max(map(len, text.splitlines())) <= 100
+    for group in ("model: ", "cache: ", "scheduler: ", "execution: "):
+        assert f"\n{group}" in text
+    assert ("\nserver: " in text) is (command == "serve")
+    assert ("\nsampling:" in text) is (command != "serve")
+
+
+def test_importing_jserve_brings_neither_torch_nor_xgrammar_nor_jax() -> None:
+    script = "import jserve, sys; print({'jax', 'torch', 'xgrammar'} & set(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "set()\n", done.stderr
+
+
+def test_the_public_names_exist() -> None:
+    assert all(jserve.__dict__.get(name) or getattr(jserve, name) for name in jserve.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'Motor'"):
+        _ = jserve.Motor

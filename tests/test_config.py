@@ -1,0 +1,281 @@
+"""Options: names, defaults, checks, the three ways in, and `resolve` as a table."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from jserve.config import (
+    Config,
+    DeviceFacts,
+    ModelOptions,
+    Resolved,
+    add_arguments,
+    resolve,
+    unknown_option,
+)
+from jserve.errors import ConfigError
+from jserve.models.registry import parse_config
+from jserve.types import ModelConfig, RopeConfig
+
+GIB = 1 << 30
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+NO_RADIX = {"disable_radix_cache": True}
+CPU = DeviceFacts("cpu", "cpu", 8, 16 * GIB)
+H200 = DeviceFacts("gpu", "NVIDIA H200", 1, 139 * GIB)
+V5E = DeviceFacts("tpu", "TPU v5 lite", 4, 16 * GIB)
+MODEL = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=1000,
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=30,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    rms_norm_eps=1e-5,
+    max_position=8192,
+    rope=RopeConfig(theta=10000.0),
+    dtype="bfloat16",
+)
+
+
+def resolved(device: DeviceFacts = CPU, model: ModelConfig = MODEL, **flags) -> Resolved:
+    return resolve(Config.from_flags(model_path="m", **flags), model, device)
+
+
+def parse(*argv: str) -> Config:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return Config.from_namespace(parser.parse_args(argv))
+
+
+def test_flat_names_are_unique_over_the_sections() -> None:
+    names = [
+        option.name
+        for section in dataclasses.fields(Config)
+        for option in dataclasses.fields(section.default)
+    ]
+    assert len(names) == len(set(names)) == len(Config.from_flags(model_path="m").flat())
+
+
+def test_sglang_defaults_are_kept() -> None:
+    flat = Config.from_flags(model_path="m").flat()
+    expected = {
+        "host": "127.0.0.1",
+        "port": 30000,
+        "schedule_policy": "fcfs",
+        "max_prefill_tokens": 16384,
+        "schedule_conservativeness": 1.0,
+        "stream_interval": 1,
+        "watchdog_timeout": 300.0,
+        "log_level": "info",
+        "tp_size": 1,
+        "load_format": "auto",
+        "enable_cache_report": False,
+    }
+    assert {name: flat[name] for name in expected} == expected
+
+
+def test_every_flag_parses_back_to_the_value_it_was_given() -> None:
+    for name, value in Config.from_flags(model_path="m").flat().items():
+        if name == "model_path" or value is True or value is False:
+            continue
+        options = {
+            o.name: o for s in dataclasses.fields(Config) for o in dataclasses.fields(s.default)
+        }
+        choices, low = (options[name].metadata[key] for key in ("choices", "low"))
+        is_text = "str" in str(options[name].type)
+        text = choices[-1] if choices else "some text" if is_text else str(max(low or 0, 0) or 1)
+        flat = parse("--model-path", "m", "--" + name.replace("_", "-"), text).flat()
+        assert str(flat[name]).removesuffix(".0") == text.removesuffix(".0"), name
+
+
+def test_switches_are_off_until_given() -> None:
+    assert parse("--model", "m").cache.disable_radix_cache is False
+    assert parse("--model", "m", "--disable-radix-cache").cache.disable_radix_cache is True
+
+
+def test_command_line_wins_over_the_yaml_file_and_the_file_over_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("model-path: from-file\npage_size: 64\nenable-metrics: true\n")
+    config = parse("--config", str(file), "--page-size", "1")
+    assert config.model.model_path == "from-file"
+    assert config.cache.page_size == 1
+    assert config.server.enable_metrics is True
+    assert Config.from_yaml(str(file), port=0).server.port == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- a list\n", "must map flag names to values"),
+        ("model-path: [unclosed\n", "cannot be read"),
+        ("model-path: m\npage-sise: 4\n", "did you mean --page-size"),
+        ("model-path: m\npage-size: big\n", "--page-size must be int, got 'big'"),
+    ],
+)
+def test_a_bad_yaml_file_is_one_clear_error(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message) as error:
+        Config.from_yaml(str(file))
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_yaml_file_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"--config /nowhere\.yaml cannot be read"):
+        Config.from_yaml("/nowhere.yaml")
+
+
+def test_an_unknown_option_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="unknown option --tp-sise; did you mean --tp-size"):
+        Config.from_flags(model_path="m", tp_sise=2)
+    assert unknown_option("zzzzzz") == "unknown option --zzzzzz"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"model_path": ""}, "--model-path is required"),
+        ({"page_size": "16"}, "--page-size must be int, got '16'"),
+        ({"page_size": True}, "--page-size must be int, got True"),
+        ({"page_size": None}, "--page-size must be int, got None"),
+        ({"page_size": 0}, r"--page-size must be in \[1, 1024\], got 0"),
+        ({"port": 65536}, "--port must be in"),
+        ({"tp_size": 0}, "--tp-size must be >= 1, got 0"),
+        ({"tp_size": 1.5}, "--tp-size must be int, got 1.5"),
+        ({"disable_radix_cache": "yes"}, "--disable-radix-cache must be bool, got 'yes'"),
+        ({"dtype": "half"}, "--dtype must be one of auto, float32, bfloat16, got half"),
+        ({"mem_fraction_static": 1}, "--mem-fraction-static must be in"),
+        ({"mem_fraction_static": float("nan")}, "--mem-fraction-static must be in"),
+        ({"chunked_prefill_size": -2}, "--chunked-prefill-size must be >= -1, got -2"),
+        ({"schedule_policy": "lifo"}, "--schedule-policy must be one of"),
+    ],
+)
+def test_a_bad_value_is_refused_by_name(flags: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Config.from_flags(**{"model_path": "m", **flags})
+
+
+def test_a_tree_built_by_hand_is_checked_too() -> None:
+    with pytest.raises(ConfigError, match="--context-length must be >= 2"):
+        Config(model=ModelOptions(model_path="m", context_length=1))
+
+
+def test_an_int_will_do_for_a_float() -> None:
+    assert Config.from_flags(model_path="m", watchdog_timeout=5).server.watchdog_timeout == 5
+
+
+RESOLVE = [
+    # device, flags, what comes out
+    (CPU, {}, {"dtype": "float32", "kv_dtype": "float32", "num_slots": 32, "page_size": 16}),
+    (CPU, {}, {"chunked_prefill_size": 256, "max_prefill_tokens": 16384, "context_length": 8192}),
+    (CPU, {}, {"mixed": True, "radix": True, "overlap_depth": 1, "policy": "fcfs", "tp_size": 1}),
+    (CPU, {}, {"max_total_tokens": 2 * GIB // (2 * 30 * 3 * 64 * 4) // 16 * 16}),
+    (CPU, {"tp_size": 6}, {"max_total_tokens": 2 * GIB // (2 * 30 * 6 * 64 * 4) // 16 * 16}),
+    (CPU, {"context_length": 64, "max_running_requests": 2}, {"max_total_tokens": 2 * (64 + 16)}),
+    (CPU, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "kv_dtype": "bfloat16"}),
+    (CPU, {"kv_cache_dtype": "bfloat16"}, {"dtype": "float32", "kv_dtype": "bfloat16"}),
+    (CPU, {"disable_overlap_schedule": True}, {"overlap_depth": 0}),
+    (CPU, {"disable_mixed_chunk": True, **NO_RADIX}, {"radix": False, "mixed": False}),
+    (CPU, {"max_total_tokens": 1000, "page_size": 64}, {"max_total_tokens": 960}),
+    (CPU, {"chunked_prefill_size": 65}, {"chunked_prefill_size": 80}),
+    (CPU, {"chunked_prefill_size": 1}, {"chunked_prefill_size": 16}),
+    (CPU, {"chunked_prefill_size": 9000}, {"chunked_prefill_size": 8192}),
+    (CPU, {"max_prefill_tokens": 64}, {"chunked_prefill_size": 64, "max_prefill_tokens": 64}),
+    (CPU, {"context_length": 100}, {"context_length": 100, "chunked_prefill_size": 112}),
+    (H200, {}, {"dtype": "bfloat16", "num_slots": 256, "chunked_prefill_size": 8192}),
+    (H200, {}, {"max_total_tokens": None, "mem_fraction_static": 0.909}),
+    (H200, {"mem_fraction_static": 0.5}, {"mem_fraction_static": 0.5}),
+    (H200, {"chunked_prefill_size": -1}, {"chunked_prefill_size": 8192}),
+    (H200, {"attention_backend": "pallas_triton"}, {"attention_backend": "pallas_triton"}),
+    (V5E, {"tp_size": 4}, {"chunked_prefill_size": 2048, "tp_size": 4, "num_slots": 256}),
+    (dataclasses.replace(H200, memory_bytes=40 * GIB), {}, {"chunked_prefill_size": 4096}),
+    (dataclasses.replace(H200, memory_bytes=None), {}, {"mem_fraction_static": 0.85}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("device", "flags", "expected"), RESOLVE)
+def test_resolve_derives(device: DeviceFacts, flags: dict, expected: dict) -> None:
+    found = dataclasses.asdict(resolved(device, **flags))
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_chunks_are_off_for_contexts_over_max_prefill_tokens_too() -> None:
+    long = dataclasses.replace(MODEL, max_position=131072)
+    found = resolved(H200, long, chunked_prefill_size=-1)
+    assert (found.chunked_prefill_size, found.max_prefill_tokens) == (131072, 131072)
+
+
+def test_a_bigger_device_has_the_biggest_chunks() -> None:
+    long = dataclasses.replace(MODEL, max_position=131072)
+    found = resolved(dataclasses.replace(H200, memory_bytes=180 * GIB), long)
+    assert found.chunked_prefill_size == 16384
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_auto_dtype_is_the_checkpoints_on_an_accelerator_and_float32_on_cpu(dtype: str) -> None:
+    model = dataclasses.replace(MODEL, dtype=dtype)
+    assert resolved(CPU, model).dtype == "float32"
+    assert resolved(H200, model).dtype == ("float32" if dtype == "float32" else "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("device", "flags", "names"),
+    [
+        (CPU, {"context_length": 8193}, ("--context-length", "--model-path")),
+        (CPU, {"page_size": 128, "context_length": 64}, ("--page-size", "--context-length")),
+        (CPU, {"max_total_tokens": 8}, ("--max-total-tokens", "--page-size")),
+        (CPU, {"schedule_policy": "lpm", **NO_RADIX}, ("--schedule-policy", "--disable-radix")),
+        (CPU, {"schedule_policy": "dfs-weight", **NO_RADIX}, ("--disable-radix-cache",)),
+        (CPU, {"dtype": "bfloat16", "kv_cache_dtype": "float32"}, ("--kv-cache-dtype", "--dtype")),
+        (CPU, {"attention_backend": "mosaic_tpu"}, ("--attention-backend", "--device")),
+        (H200, {"attention_backend": "mosaic_tpu"}, ("--attention-backend", "--device")),
+        (V5E, {"attention_backend": "pallas_triton"}, ("--attention-backend", "--device")),
+        (H200, {"tp_size": 2}, ("--tp-size", "--device")),
+        (
+            CPU,
+            {"chunked_prefill_size": 512, "max_prefill_tokens": 256},
+            ("--chunked-prefill-size", "--max-prefill-tokens"),
+        ),
+        (CPU, {"chunked_prefill_size": 0}, ("--chunked-prefill-size",)),
+    ],
+)  # fmt: skip
+def test_options_that_cannot_work_together_are_refused_and_both_named(
+    device: DeviceFacts, flags: dict, names: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        resolved(device, **flags)
+    assert all(name in str(error.value) for name in names), error.value
+
+
+SHAPES = {
+    # billions of parameters as published, and whether the head is the embedding
+    "qwen3-8b": (8.2, False),
+    "qwen3-0.6b": (0.6, True),
+    "llama-3.1-8b": (8.0, False),
+    "smollm2-135m": (0.135, True),
+    "gemma-3-270m": (0.27, True),
+    "mistral-7b": (7.2, False),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_have_the_published_number_of_parameters(name: str) -> None:
+    model = parse_config(json.loads((CONFIGS / f"{name}.json").read_text()))
+    heads = model.num_heads + 2 * model.num_kv_heads
+    attention = model.hidden_size * model.head_dim * (heads + model.num_heads)
+    layer = attention + 3 * model.hidden_size * model.intermediate_size
+    embeddings = model.vocab_size * model.hidden_size * (1 if model.tie_embeddings else 2)
+    billions, tied = SHAPES[name]
+    assert model.tie_embeddings is tied
+    assert (model.num_layers * layer + embeddings) / 1e9 == pytest.approx(billions, rel=0.03)
+
+
+def test_every_shape_file_is_in_the_table() -> None:
+    assert {path.stem for path in CONFIGS.iterdir()} == set(SHAPES)

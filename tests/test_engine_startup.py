@@ -1,0 +1,74 @@
+"""Start-up with the real parts: a tiny random model, from its shape file to its answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jserve.engine.engine import Engine
+from jserve.errors import ConfigError
+
+SHAPE = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 260,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 64,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+}
+FLAGS = {
+    "load_format": "dummy",
+    "max_running_requests": 2,
+    "chunked_prefill_size": 16,
+    "page_size": 4,
+    "recompile_guard": "error",
+    "compilation_cache_dir": "off",
+    "random_seed": 0,
+}
+
+
+@pytest.fixture
+def shape(tmp_path: Path) -> str:
+    path = tmp_path / "shape.json"
+    path.write_text(json.dumps(SHAPE))
+    return str(path)
+
+
+def test_a_built_engine_answers_caches_and_compiles_nothing_while_serving(shape: str) -> None:
+    with Engine(shape, inline=True, **FLAGS) as engine:
+        info = engine.get_server_info()
+        assert info["context_length"] == 64 and info["num_slots"] == 2
+        assert info["max_total_num_tokens"] >= 2 * 64 and info["weight_bytes"] > 0
+        assert engine.model_config.num_layers == 2
+        prompts = [list(range(5 + i, 25 + i)) for i in range(5)]
+        params = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
+        alone = [engine.generate(input_ids=ids, sampling_params=params) for ids in prompts]
+        assert engine.flush_cache()
+        batch = engine.generate(input_ids=prompts, sampling_params=params, return_logprob=True)
+        assert [b["output_ids"] for b in batch] == [b["output_ids"] for b in alone]
+        again = engine.generate(input_ids=prompts[0], sampling_params=params)
+        assert again["output_ids"] == alone[0]["output_ids"]
+        assert again["meta_info"]["cached_tokens"] == 16
+        assert [b["meta_info"]["output_token_logprobs_length"] for b in batch] == [8] * 5
+        assert engine.get_server_info()["recompiles_total"] == 0
+
+
+def test_what_cannot_be_built_is_one_config_error(shape: str) -> None:
+    with pytest.raises(ConfigError, match="--tp-size 64"):
+        Engine(shape, inline=True, tp_size=64, **FLAGS)
+    with pytest.raises(ConfigError, match="--context-length 4096"):
+        Engine(shape, inline=True, context_length=4096, **FLAGS)
+    broken = Path(shape).with_name("broken.json")
+    broken.write_text(json.dumps({**SHAPE, "architectures": ["NoSuchModel"]}))
+    with pytest.raises(ConfigError, match="NoSuchModel"):
+        Engine(str(broken), inline=True, **FLAGS)

@@ -1,0 +1,127 @@
+"""parse_config: both spellings of rope settings, windows, end tokens, and one clear error for what
+is not served.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from jserve.errors import ConfigError
+from jserve.models.registry import FAMILIES, parse_config
+from jserve.models.rope_scaling import frequencies_of
+from jserve.types import RopeConfig
+
+BASE = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 2048,
+}
+
+
+def test_both_spellings_of_rope_settings_read_the_same():
+    old = {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}}
+    new = {"rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 4.0}}
+    expected = RopeConfig(5e5, "linear", (("factor", 4.0),))
+    assert parse_config({**BASE, **old}).rope == parse_config({**BASE, **new}).rope == expected
+
+
+def test_both_spellings_of_gemma_ropes_read_the_same():
+    gemma = {**BASE, "architectures": ["Gemma3ForCausalLM"], "sliding_window": 8}
+    linear = {"rope_type": "linear", "factor": 8.0}
+    old = {"rope_theta": 2e6, "rope_local_base_freq": 3e4, "rope_scaling": linear}
+    new = {
+        "rope_parameters": {
+            "full_attention": {**linear, "rope_theta": 2e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 3e4},
+        }
+    }
+    one, other = parse_config({**gemma, **old}), parse_config({**gemma, **new})
+    assert one == other
+    assert one.rope == RopeConfig(2e6, "linear", (("factor", 8.0),))
+    assert one.rope_local == RopeConfig(3e4)
+
+
+def test_defaults_fill_what_a_released_multi_modal_gemma_leaves_out():
+    hf = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "eos_token_id": [1, 106],
+        "torch_dtype": "bfloat16",
+        "text_config": {
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+        },
+    }
+    config = parse_config(hf)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (8, 4, 256)
+    assert config.windows[:7] == (1024,) * 5 + (None, 1024)
+    assert config.tie_embeddings and config.activation == "gelu_tanh"
+    assert config.eos_token_ids == (1, 106) and config.dtype == "bfloat16"
+    assert config.attention_scale == 256**-0.5 and config.embed_scale == 2560**0.5
+
+
+def test_a_config_without_architectures_is_known_by_its_model_type():
+    for name, family in FAMILIES.items():
+        hf = {**BASE, "architectures": None, "model_type": family.model_type}
+        assert parse_config(hf).architecture == name
+
+
+def test_an_unknown_architecture_lists_the_known_ones():
+    with pytest.raises(ConfigError, match=r"FooForCausalLM; known: .*Qwen3ForCausalLM"):
+        parse_config({**BASE, "architectures": ["FooForCausalLM"]})
+    with pytest.raises(ConfigError, match=r"model_type 'foo'; known: "):
+        parse_config({**BASE, "architectures": [], "model_type": "foo"})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": None}, "hidden_size"),
+        ({"hidden_act": "relu"}, "relu"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    ],
+)
+def test_what_is_missing_or_unsupported_is_named(change, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_config({**BASE, **change})
+
+
+def test_end_tokens_are_those_of_either_file():
+    config = parse_config({**BASE, "eos_token_id": 7}, {"eos_token_id": [7, 9], "bos_token_id": 3})
+    assert config.eos_token_ids == (7, 9) and config.bos_token_id == 3
+
+
+def test_windows_follow_each_familys_rule():
+    mistral = {**BASE, "architectures": ["MistralForCausalLM"]}
+    qwen = {
+        **BASE,
+        "architectures": ["Qwen2ForCausalLM"],
+        "sliding_window": 9,
+        "max_window_layers": 3,
+    }
+    assert parse_config({**mistral, "sliding_window": 9}).windows == (9,) * 4
+    assert parse_config({**mistral, "sliding_window": None}).windows == (None,) * 4
+    assert parse_config({**qwen, "use_sliding_window": False}).windows == (None,) * 4
+    assert parse_config({**qwen, "use_sliding_window": True}).windows == (None, None, None, 9)
+
+
+def test_yarn_lengthens_the_context_and_scales_attention():
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+    config = parse_config({**BASE, "rope_scaling": yarn})
+    assert config.max_position == 8192
+    _, factor = frequencies_of(config.rope, 16)
+    assert factor == pytest.approx(0.1 * 1.3862943611 + 1.0)
+    given = {**yarn, "attention_factor": 1.5}
+    assert frequencies_of(parse_config({**BASE, "rope_scaling": given}).rope, 16)[1] == 1.5

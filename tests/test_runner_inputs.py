@@ -1,0 +1,178 @@
+"""Packing and unpacking a plan, and the arithmetic that sizes the pool."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jserve.batch import SlotState
+from jserve.plan import Kind, SlotEdit, SlotSampling, StepPlan
+from jserve.runner.inputs import EditLayout, StepLayout
+from jserve.runner.masks import pad_mask
+from jserve.runner.memory import DeviceMemory
+from jserve.runner.programs import _unpack
+from jserve.runner.recount import pack_recounts
+
+SLOTS, PAGE, PAGES = 6, 4, 9
+
+
+def random_plan(seed, decode_rows, chunks):
+    """A plan whose slots hold random tables; returns it with the tables before and after."""
+    generator = np.random.default_rng(seed)
+    q_lens = np.array([1] * decode_rows + chunks, np.int32)
+    rows = len(q_lens)
+    slots = generator.permutation(SLOTS)[:rows].astype(np.int32)
+    before = generator.integers(0, 24 // PAGE, rows) * PAGE  # chunks begin at a page
+    before[:decode_rows] += generator.integers(0, PAGE, decode_rows)
+    kv_lens = (before + q_lens).astype(np.int32)
+    final = generator.permutation(np.arange(1, 1 + SLOTS * PAGES)).reshape(SLOTS, PAGES)
+    tables = np.zeros((SLOTS + 1, PAGES), np.int32)
+    new_pages, token_ids = [], []
+    for row, slot in enumerate(slots):
+        owned = -(-int(before[row]) // PAGE)
+        tables[slot, :owned] = final[slot, :owned]
+        for position in range(before[row], kv_lens[row]):
+            new_pages.append(0 if position % PAGE else final[slot, position // PAGE])
+            token_ids.append(-1 if row < decode_rows else int(generator.integers(0, 90)))
+    plan = StepPlan(
+        step=1,
+        kind=Kind.DECODE if (q_lens == 1).all() else Kind.MIXED,
+        slots=slots,
+        q_lens=q_lens,
+        kv_lens=kv_lens,
+        samples=generator.random(rows) < 0.7,
+        output_index=generator.integers(0, 9, rows).astype(np.int32),
+        num_decode_rows=decode_rows,
+        token_ids=np.array(token_ids, np.int32),
+        new_pages=np.array(new_pages, np.int32),
+        full_sampler=False,
+        logprobs=False,
+    )
+    return plan, tables, final
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 10**6),
+    st.integers(0, 4),
+    st.lists(st.integers(1, 10), max_size=2),
+)
+def test_what_the_device_unpacks_is_what_the_plan_says(seed, decode_rows, chunks):
+    if not decode_rows + len(chunks):
+        return
+    plan, tables, final = random_plan(seed, decode_rows, chunks)
+    decode = plan.kind is Kind.DECODE
+    layout = StepLayout(8 if decode else SLOTS, 8 if decode else 32, SLOTS)
+    last = np.arange(100, 101 + SLOTS, dtype=np.int32)
+    state = SlotState(jnp.asarray(last), jnp.asarray(tables), jnp.zeros(1), ())  # type: ignore
+    ids, meta, state = _unpack(layout, jnp.asarray(layout.pack(plan)), state, PAGE, None)
+    rows, tokens = len(plan.slots), plan.num_tokens
+    ends = np.cumsum(plan.q_lens)
+    assert np.asarray(meta.cu_q_lens).tolist() == [
+        0,
+        *ends,
+        *[tokens] * (layout.rows - rows),
+    ]
+    assert np.asarray(meta.kv_lens).tolist() == [*plan.kv_lens, *[0] * (layout.rows - rows)]
+    assert np.asarray(meta.distribution).tolist() == [rows if decode else decode_rows, rows]
+    row_of = np.repeat(np.arange(rows), plan.q_lens)
+    position = np.concatenate(
+        [np.arange(k - q, k) for k, q in zip(plan.kv_lens, plan.q_lens, strict=True)]
+    )
+    padding = layout.tokens - tokens
+    assert np.asarray(meta.token_rows).tolist() == [*row_of, *[layout.rows] * padding]
+    assert np.asarray(meta.positions).tolist() == [*position, *[0] * padding]
+    slot = plan.slots[row_of]
+    where = final[slot, position // PAGE] * PAGE + position % PAGE
+    assert np.asarray(meta.write_slots).tolist() == [*where, *[0] * padding]
+    expected = np.where(plan.token_ids < 0, last[slot], plan.token_ids)
+    assert np.asarray(ids)[:tokens].tolist() == expected.tolist()
+    table = np.asarray(state.page_table)
+    for row, number in enumerate(plan.slots):
+        owned = -(-int(plan.kv_lens[row]) // PAGE)
+        assert table[number, :owned].tolist() == final[number, :owned].tolist()
+        assert not table[number, owned:].any()
+        assert (np.asarray(meta.page_table)[row] == table[number]).all()
+    assert not table[SLOTS].any(), "padding touches no table"
+    fields = layout.split(layout.pack(plan))
+    sampling = np.flatnonzero(plan.samples)
+    n = len(sampling)
+    assert fields.sample_tokens[:n].tolist() == (ends[sampling] - 1).tolist()
+    assert fields.sample_slots.tolist() == [*plan.slots[sampling], *[SLOTS] * (SLOTS - n)]
+    assert fields.sample_index[:n].tolist() == plan.output_index[sampling].tolist()
+
+
+def test_uploads_are_never_the_same_memory():
+    plan, _, _ = random_plan(0, 2, [3])
+    layout = StepLayout(SLOTS, 8, SLOTS)
+    assert not np.shares_memory(layout.pack(plan), layout.pack(plan))
+
+
+def test_an_edit_carries_every_parameter_bit_by_bit():
+    layout = EditLayout(2, PAGES, SLOTS, 100)
+    sampling = SlotSampling(
+        seed=-(2**40) - 7,
+        temperature=0.7,
+        top_p=0.9,
+        min_p=0.05,
+        frequency_penalty=-0.25,
+        presence_penalty=1.5,
+        repetition_penalty=1.1,
+        top_k=40,
+        min_new_tokens=3,
+        stop_ids=(7, 7, 2),
+        bias_ids=(5, 1),
+        bias_values=(-100.0, 2.5),
+        logprob_ids=(9, 8),
+    )
+    edit = SlotEdit(4, np.array([3, 2], np.int32), sampling, np.zeros(0, np.int32))
+    uploads = list(layout.pack([edit] * 3))
+    assert len(uploads) == 2 and uploads[0].shape == layout.shape
+    fields = layout.split(uploads[1])
+    assert fields.slot[:, 0].tolist() == [4, SLOTS]
+    high, low = fields.seed[0].astype(np.uint32).astype(np.uint64)
+    assert (high << 32 | low).astype(np.int64) == sampling.seed
+    floats = np.ascontiguousarray(fields.floats[0]).view(np.float32)
+    assert floats.tolist() == np.float32([0.7, 0.9, 0.05, -0.25, 1.5, 1.1]).tolist()
+    assert fields.ints[0].tolist() == [40, 3]
+    assert fields.stop_ids[0, :3].tolist() == [7, 2, 102], "distinct, then ids of no token"
+    assert fields.bias_ids[0, :3].tolist() == [5, 1, 102]
+    assert len(set(fields.bias_ids[0].tolist())) == fields.bias_ids.shape[1]
+    values = np.ascontiguousarray(fields.bias_values[0]).view(np.float32)
+    assert values[:3].tolist() == [-100.0, 2.5, 0.0]
+    assert fields.logprob_ids[0, :3].tolist() == [9, 8, 0]
+    assert fields.pages[0].tolist() == [3, 2] + [0] * (PAGES - 2)
+
+
+def test_recounts_come_in_blocks_padded_with_no_token():
+    none = np.zeros(0, np.int32)
+    long = SlotEdit(3, none, SlotSampling(), np.arange(1030, dtype=np.int32) % 50)
+    blocks = list(pack_recounts([SlotEdit(1, none, SlotSampling(), none), long], 50))
+    assert [block[0] for block in blocks] == [3, 3]
+    assert np.concatenate([b[1:] for b in blocks])[:1030].tolist() == long.output_ids.tolist()
+    assert (blocks[1][7:] == 50).all()
+
+
+def test_a_mask_is_padded_with_rows_that_allow_everything():
+    mask = np.zeros((2, 3), np.int32)
+    assert pad_mask(mask, 4).tolist() == [[0] * 3, [0] * 3, [-1] * 3, [-1] * 3]
+    with pytest.raises(AssertionError, match="dtype"):
+        pad_mask(mask.astype(np.uint32), 4)
+
+
+def test_the_pool_gets_what_weights_and_the_largest_step_leave_in_64ths():
+    gib = 2**30
+    memory = DeviceMemory(limit=64 * gib, weights=16 * gib, state=gib // 2, page=2**20)
+    assert memory.num_pages(0.8) == 34 * 1024  # 51.2 − 16.5, rounded down to 1 GiB
+    crowded = dataclasses.replace(memory, temporaries=20 * gib)
+    assert crowded.num_pages(0.8) == 26 * 1024  # 0.98 · 64 − 20 − 16.5
+    assert dataclasses.replace(memory, weights=60 * gib).num_pages(0.8) == 0
+    slightly_less = dataclasses.replace(memory, state=gib // 2 + 5000)
+    assert slightly_less.num_pages(0.8) == memory.num_pages(0.8), "so that cache keys repeat"
+    table = memory.table(1024, 16)
+    assert "KV pool: 16368 tokens in 1023 pages" in table and "free" in table

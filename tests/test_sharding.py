@@ -1,0 +1,113 @@
+"""Tensor parallelism on fake CPU devices: the same logits, and no collective that a layer does not
+need.
+"""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from tiny_models import Served, assert_close, hf_dict, oracle, random_tables, rules_of
+
+from jserve.errors import ConfigError
+from jserve.models.registry import build_model, parse_config
+from sharding.mesh import make_mesh
+
+QWEN = {"num_attention_heads": 8, "vocab_size": 97}
+CASES = {
+    "qwen3 8/4 tp 2": (2, "Qwen3Config", {**QWEN, "num_key_value_heads": 4}),
+    "qwen3 8/4 tp 4": (4, "Qwen3Config", {**QWEN, "num_key_value_heads": 4}),
+    "qwen3 8/4 tp 8 replicates kv heads": (8, "Qwen3Config", {**QWEN, "num_key_value_heads": 4}),
+    "qwen3 8/8 tp 8": (8, "Qwen3Config", {**QWEN, "num_key_value_heads": 8}),
+    "qwen2 8/2 tp 4 replicates biases": (4, "Qwen2Config", {**QWEN, "num_key_value_heads": 2}),
+    "llama 9/3 tp 3": (
+        3,
+        "LlamaConfig",
+        {
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "hidden_size": 72,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma3 4/1 tp 2": (2, "Gemma3TextConfig", {"num_key_value_heads": 1, "sliding_window": 6}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_sharded_logits_equal_those_of_one_device_with_two_all_reduces_a_layer(case):
+    tp, config_class, overrides = CASES[case]
+    theirs = oracle(config_class, **overrides)
+    rng = np.random.default_rng(4)
+    first, second = (rng.integers(2, 90, n).tolist() for n in (12, 7))
+    tables = random_tables(2)
+    steps = [
+        ([(0, first[:10]), (0, second[:5])], False),
+        ([(10, first[10:11]), (5, second[5:6])], True),
+    ]
+    alone, sharded = Served.of(theirs), Served.of(theirs, tp)
+    for rows, decode in steps:
+        assert_close(sharded.step(rows, tables, decode), alone.step(rows, tables, decode))
+
+    compiled = sharded.program.lower(*sharded.arguments(*steps[1][:1], tables, True)).compile()
+    num_layers = sharded.model.config.num_layers
+    # Beside the layers' two: the embedding's rows are summed, and the logits gathered.
+    assert collectives(compiled.as_text()) == {"all-reduce": 2 * num_layers + 1, "all-gather": 1}
+
+
+def test_parameters_and_pool_are_split_and_only_kv_heads_replicated():
+    theirs = oracle("Qwen3Config", **QWEN, num_key_value_heads=4)
+    served = Served.of(theirs, 8)
+    assert served.model.cache.num_kv_heads == 8
+    assert {shard.data.shape[2] for shard in served.kv.k.addressable_shards} == {1}
+    split = {
+        key: value.addressable_shards[0].data.size / value.size
+        for key, value in served.params.items()
+        if value.ndim == 2
+    }
+    assert set(split.values()) == {1 / 8}, f"{split=}"
+    assert served.model.specs[0].shape[0] == 104, "97 rows padded to a multiple of 8"
+
+
+def test_the_pool_is_updated_in_place_when_donated():
+    served = Served.of(oracle("Qwen3Config", **QWEN, num_key_value_heads=4), 2, num_pages=1024)
+    arguments = served.arguments([(0, [4]), (0, [5])], random_tables(2), True)
+    memory = served.program.lower(*arguments).compile().memory_analysis()
+    pool = sum(part.nbytes for part in served.kv) // 2
+    assert memory.alias_size_in_bytes >= pool
+    assert memory.temp_size_in_bytes < pool // 8, f"{memory.temp_size_in_bytes=} {pool=}"
+
+
+@pytest.mark.parametrize(
+    ("tp", "numbers"), [(3, ("8 query heads and 4 KV heads", "--tp-size 3")), (5, ("--tp-size 5",))]
+)
+def test_heads_that_do_not_divide_are_refused_with_the_sizes(tp, numbers):
+    config = parse_config(hf_dict(oracle("Qwen3Config", **QWEN, num_key_value_heads=4)))
+    with pytest.raises(ConfigError) as error:
+        build_model(config, rules_of(tp), dtype="float32", attention_backend=None, page_size=4)
+    assert all(number in str(error.value) for number in numbers)
+
+
+def test_an_mlp_that_does_not_divide_is_refused_with_the_sizes():
+    config = parse_config(hf_dict(oracle("Qwen3Config", **QWEN, intermediate_size=50)))
+    with pytest.raises(ConfigError, match=r"intermediate size 50 .* 4$"):
+        build_model(config, rules_of(4), dtype="float32", attention_backend=None, page_size=4)
+
+
+def test_a_mesh_that_needs_more_devices_than_there_are_names_both_numbers():
+    with pytest.raises(ValueError, match=r"needs 16 devices, 8 found"):
+        make_mesh(jax.devices(), data=2, tensor=8)
+
+
+def test_an_unknown_logical_axis_is_refused():
+    with pytest.raises(KeyError, match="unknown logical axis 'head'"):
+        rules_of().spec(("head",))
+
+
+def collectives(text: str) -> dict[str, int]:
+    """How often each collective is started in a compiled program."""
+    kinds = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+    counts = {kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in kinds}
+    return {kind: count for kind, count in counts.items() if count}
