@@ -1,0 +1,319 @@
+#!/usr/bin/env python3
+"""Proves and measures the GPU attention kernels on the card that is there.
+
+    scripts/gpu_kernels.py           the op's test cases, then times; one JSON object a line
+    scripts/gpu_kernels.py --tune    also tries block sizes and prints the best of each shape
+    scripts/gpu_kernels.py --tiny    small shapes: a dry run, interpreted kernels on CPU
+
+Exits 1 when a case is wrong. float32 must agree with brute force to 1e-5 of its norm (tf32 would
+give 3e-4), bfloat16 to 1e-2. Times are of the attention alone and of the op with its KV write,
+chained through 8 layers' worth of calls in one program, so that launches overlap as they do in a
+model; KV bytes are counted once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import test_attention_op as suite  # noqa: E402
+
+from pallas_kernels import attention  # noqa: E402
+from pallas_kernels.attention import AttentionMeta, KVLayer, attend, pallas_triton  # noqa: E402
+from pallas_kernels.attention.tuning import block_sizes  # noqa: E402
+
+CHAIN = 8  # layers of one program
+CALLS = 10  # programs dispatched back to back
+LIMITS = {"float32": 1e-5, "bfloat16": 1e-2}  # of relative error
+HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """`rows` rows of `context` tokens, all of them new (prefill) or one of them (decode)."""
+
+    rows: int
+    context: int
+    prefill: bool = False
+    layers: int = 8
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} {self.rows}x{self.context}"
+
+    @property
+    def kind(self) -> str:
+        return "prefill" if self.prefill else "decode"
+
+    @property
+    def num_tokens(self) -> int:
+        return self.rows * self.context if self.prefill else self.rows
+
+
+# Enough layers that their KV exceeds a 60 MB L2.
+SHAPES = (
+    Shape(1, 1024, layers=32),
+    Shape(1, 32768),
+    Shape(64, 1024),
+    Shape(256, 1024, layers=4),
+    Shape(64, 8192, layers=2),
+    Shape(8, 1024, prefill=True),
+)
+TINY = (Shape(2, 40), Shape(2, 24, prefill=True))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--implementations", nargs="+", default=["pallas_triton", "jax_triton"])
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args()
+    report(device=jax.devices()[0].device_kind, jax=jax.__version__)
+    failures = 0
+    for implementation in options.implementations:
+        failures += check(implementation, tiny=options.tiny)
+    if not options.tiny:
+        failures += check_large_offsets(options.implementations)
+    shapes = TINY if options.tiny else SHAPES
+    for shape in shapes:
+        for implementation in options.implementations:
+            report(**measure(shape, implementation))
+    if options.tune:
+        for shape in shapes:
+            tune(shape, interpret=options.tiny)
+    report(failures=failures)
+    return 1 if failures else 0
+
+
+def report(**values: Any) -> None:
+    print(json.dumps(values), flush=True)
+
+
+def check(implementation: str, *, tiny: bool) -> int:
+    """Number of wrong cases of the op's test suite, in float32 and bfloat16."""
+    cases = dict(itertools.islice(suite.CASES.items(), 2 if tiny else None))
+    cases["mixed, head_dim 80"] = suite.Case(suite.MIXED, 2, head_dim=80)
+    cases["mixed, head_dim 256"] = suite.Case(suite.MIXED, 2, head_dim=256)
+    cases["mixed, group 16"] = suite.Case(suite.MIXED, 2, group=16, kv_heads=1)
+    jobs = [(name, case, dtype) for name, case in cases.items() for dtype in LIMITS]
+    # Compiling takes nearly all the time; Triton's own compiler is not known to be thread-safe.
+    workers = 1 if implementation == "jax_triton" or tiny else 8
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        errors = list(
+            pool.map(lambda job: case_error(job[0], job[1], job[2], implementation), jobs)
+        )
+    done = [(dtype, error) for (_, _, dtype), error in zip(jobs, errors, strict=True)]
+    worst = {dtype: max(error for of, error in done if of == dtype) for dtype in LIMITS}
+    wrong = sum(not error < LIMITS[dtype] for dtype, error in done)
+    report(implementation=implementation, cases=len(jobs), wrong=wrong, worst_error=worst)
+    return wrong
+
+
+def case_error(name: str, case: suite.Case, dtype: str, implementation: str) -> float:
+    """Relative error of one case; infinite when it cannot run or padding is not 0. Reports what is
+    wrong.
+    """
+    case = dataclasses.replace(case, dtype=dtype)
+    batch = _rounded(suite.make_batch(case, seed=len(name)), dtype)
+    found: dict[str, Any] = {"case": name, "implementation": implementation, "dtype": dtype}
+    try:
+        out, _, _ = suite.call(case, batch, implementation)
+    except Exception as error:  # every case is tried, and its error reported
+        report(**found, error=str(error)[:500])
+        return float("inf")
+    error = relative_error(out, suite.brute_force(case, batch))
+    if np.any(out[case.num_tokens :]):
+        error = float("inf")
+    if not error < LIMITS[dtype]:
+        report(**found, relative_error=error)
+    return error
+
+
+def _rounded(batch: suite.Batch, dtype: str) -> suite.Batch:
+    """The batch with values that `dtype` holds exactly, so that only the kernel's own error is
+    left.
+    """
+    arrays = {
+        name: np.asarray(jnp.asarray(value, dtype).astype(jnp.float32))
+        for name, value in (("q", batch.q), ("k", batch.k), ("v", batch.v),
+                            ("pool_k", batch.pool_k), ("pool_v", batch.pool_v))
+    }  # fmt: skip
+    return dataclasses.replace(batch, **arrays)
+
+
+def relative_error(out: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(out - expected) / np.linalg.norm(expected))
+
+
+def check_large_offsets(implementations: list[str]) -> int:
+    """A pool of more than 2^31 elements, read at its far end."""
+    shape = Shape(4, 100)
+    pages = 140_000  # 140,000 · 16 · 8 · 128 = 2.3e9 elements
+    q, pool, meta = inputs(shape, pages=pages)
+    table = meta.page_table
+    meta = dataclasses.replace(meta, page_table=pages - 1 - table)
+    layer = KVLayer(pool, pool, jnp.int32(0))
+    run = jax.jit(
+        lambda q, layer, meta, call: call(q, layer, meta, scale=0.1), static_argnames="call"
+    )
+    oracle = attention.IMPLEMENTATIONS["reference"]
+    expected = np.asarray(run(q, layer, meta, oracle).astype(jnp.float32))
+    wrong = 0
+    for name in implementations:
+        out = run(q, layer, meta, attention.IMPLEMENTATIONS[name])
+        error = relative_error(np.asarray(out.astype(jnp.float32)), expected)
+        wrong += not error < 1e-2
+        report(case="pool of 2.3e9 elements", implementation=name, relative_error=error)
+    return wrong
+
+
+def inputs(shape: Shape, pages: int | None = None) -> tuple[jax.Array, jax.Array, AttentionMeta]:
+    """Random queries, pool (of K and of V) and page table."""
+    rng = np.random.default_rng(0)
+    per_row = -(-shape.context // PAGE)
+    total = pages or 1 + shape.rows * per_row
+    keys = jax.random.split(jax.random.key(0), 2)
+    q = jax.random.normal(keys[0], (shape.num_tokens, HEADS, HEAD_DIM), jnp.bfloat16)
+    layers = 1 if pages else shape.layers
+    pool = jax.random.normal(keys[1], (layers * total, PAGE, KV_HEADS, HEAD_DIM), jnp.bfloat16)
+    table = rng.permutation(np.arange(1, 1 + shape.rows * per_row)).reshape(shape.rows, per_row)
+    q_len = shape.context if shape.prefill else 1
+    rows = np.repeat(np.arange(shape.rows), q_len)
+    positions = np.tile(np.arange(shape.context - q_len, shape.context), shape.rows)
+    slots = table[rows, positions // PAGE] * PAGE + positions % PAGE
+    kv_lens = np.full(shape.rows, shape.context)
+    cu_q_lens = np.arange(shape.rows + 1) * q_len
+    distribution = [0 if shape.prefill else shape.rows, shape.rows]
+    arrays = (cu_q_lens, kv_lens, table, positions, rows, slots, distribution)
+    meta = AttentionMeta(
+        *[jnp.asarray(x, jnp.int32) for x in arrays], max_q_len=None if shape.prefill else 1
+    )
+    return q, pool, meta
+
+
+def measure(shape: Shape, implementation: str) -> dict[str, Any]:
+    """Microseconds of one call, and what of the card's bandwidth or arithmetic that is."""
+    q, pool, meta = inputs(shape)
+    seconds = time_kernel(attention.IMPLEMENTATIONS[implementation], shape, q, pool, meta)
+    result: dict[str, Any] = {"shape": shape.name, "implementation": implementation}
+    result["us"] = round(seconds * 1e6, 1)
+    result["op_us"] = round(time_op(implementation, shape, q, pool, meta) * 1e6, 1)
+    if shape.prefill:
+        pairs = shape.rows * shape.context * (shape.context + 1) / 2
+        result["tflops"] = round(4 * HEADS * HEAD_DIM * pairs / seconds / 1e12, 1)
+    else:
+        kv_bytes = 2 * 2 * shape.rows * shape.context * KV_HEADS * HEAD_DIM
+        result["tb_per_s"] = round(kv_bytes / seconds / 1e12, 3)
+    return result
+
+
+def time_kernel(
+    call: Callable[..., jax.Array], shape: Shape, q: jax.Array, pool: jax.Array, meta: AttentionMeta
+) -> float:
+    """Seconds of one attention, CHAIN of them in a program."""
+    num_pages = pool.shape[0] // shape.layers
+
+    @jax.jit
+    def layer(
+        q: jax.Array, k: jax.Array, v: jax.Array, first: jax.Array, meta: AttentionMeta
+    ) -> jax.Array:
+        return call(q, KVLayer(k, v, first), meta, scale=HEAD_DIM**-0.5)
+
+    def chain(q: jax.Array, k: jax.Array, v: jax.Array, meta: AttentionMeta) -> jax.Array:
+        for i in range(CHAIN):
+            q = layer(q, k, v, jnp.int32(i % shape.layers * num_pages), meta)
+        return q
+
+    return best_time(jax.jit(chain), q, pool, pool[::-1], meta) / CHAIN
+
+
+def time_op(
+    implementation: str, shape: Shape, q: jax.Array, pool: jax.Array, meta: AttentionMeta
+) -> float:
+    """Seconds of one attend, KV write included, in a program that donates the pool."""
+    num_pages = pool.shape[0] // shape.layers
+
+    def chain(q: jax.Array, k: jax.Array, v: jax.Array, meta: AttentionMeta) -> Any:
+        for i in range(CHAIN):
+            new, first = q[:, :KV_HEADS], jnp.int32(i % shape.layers * num_pages)
+            q, kv_layer = attend(
+                q, new, new, KVLayer(k, v, first), meta,
+                scale=HEAD_DIM**-0.5, implementation=implementation,
+            )  # fmt: skip
+            assert kv_layer.v is not None
+            k, v = kv_layer.k, kv_layer.v
+        return q, k, v
+
+    step = jax.jit(chain, donate_argnums=(1, 2))
+    k, v, best = jnp.array(pool), jnp.array(pool), float("inf")
+    for _ in range(5):
+        begin = time.perf_counter()
+        for _ in range(CALLS):
+            _, k, v = step(q, k, v, meta)
+        jax.block_until_ready((k, v))
+        best = min(best, (time.perf_counter() - begin) / CALLS)
+    return best / CHAIN
+
+
+def best_time(run: Callable[..., jax.Array], *args: Any) -> float:
+    """Seconds of one call, CALLS of them back to back, best of 5."""
+    jax.block_until_ready(run(*args))
+    best = float("inf")
+    for _ in range(5):
+        begin = time.perf_counter()
+        for _ in range(CALLS):
+            out = run(*args)
+        jax.block_until_ready(out)
+        best = min(best, (time.perf_counter() - begin) / CALLS)
+    return best
+
+
+def tune(shape: Shape, interpret: bool) -> None:
+    """Print the candidates for this shape, fastest first (at most 6)."""
+    if shape.prefill:
+        names = ("queries", "block", "warps", "stages")
+        grid = [(128, 64, 4, 2), (128, 64, 4, 3), (128, 64, 4, 4), (64, 64, 4, 2), (64, 128, 4, 2)]
+        grid += [(128, 128, 4, 2), (128, 64, 8, 2), (256, 64, 8, 2), (128, 32, 4, 4)]
+    else:
+        names = ("splits", "block", "warps", "stages")
+        splits = {1: (16, 32, 64), 64: (1, 2, 4), 256: (1, 2)}.get(shape.rows, (2,))
+        grid = [(s, *b) for s in splits for b in ((64, 4, 3), (64, 2, 4), (128, 4, 2))]
+    q, pool, meta = inputs(shape)
+    found = []
+    for candidate in grid:
+        entry = dict(zip(names, candidate, strict=True))
+        call = functools.partial(
+            pallas_triton.attention,
+            interpret=interpret,
+            sizes=lambda kernel, entry=entry, **facts: (
+                entry if kernel.endswith(shape.kind) else block_sizes(kernel, **facts)
+            ),
+        )
+        try:
+            found.append((time_kernel(call, shape, q, pool, meta), entry))
+        except Exception as error:  # sizes that do not fit the card are no failure
+            report(tune=shape.name, **entry, error=str(error)[:200])
+    for seconds, entry in sorted(found, key=lambda item: item[0])[:6]:
+        report(tune=shape.name, us=round(seconds * 1e6, 1), **entry)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
