@@ -104,7 +104,7 @@ class Loop:
                 self._handlers[type(message)](message)
             if not self._step() and not self._stopping:
                 self._rest()
-        except Exception as error:
+        except Exception as error:  # the loop's top
             self._recover(error)
 
     def _step(self) -> bool:
@@ -156,7 +156,7 @@ class Loop:
     def _submit(self, message: Submit) -> None:
         try:
             self._scheduler.submit(message)
-        except Exception as error:
+        except Exception as error:  # one bad request must not end the others
             self._send([refused(message, error)])
 
     def _send(self, deltas: list[Delta]) -> None:

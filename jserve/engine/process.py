@@ -107,7 +107,7 @@ def run_engine(
         return True
     except JserveError as error:
         fail(str(error), type(error).__name__)
-    except Exception as error:
+    except Exception as error:  # the process's top: the other side must hear of it
         logger.critical("the engine failed", exc_info=error)
         fail(f"{type(error).__name__}: {error}", type(error).__name__)
     return False

@@ -117,6 +117,6 @@ async def _framed(first: bytes, events: _Lines, path: str) -> _Lines:
     try:
         async for event in events:
             yield event
-    except Exception as error:
+    except Exception as error:  # the status is sent: an event must say it
         yield error_event(error, path)
     yield b"data: [DONE]\n\n"

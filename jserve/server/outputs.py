@@ -33,7 +33,7 @@ async def merged(engine: Engine, requests: Sequence[GenerateRequest]) -> Outputs
                     output.index += base
                     queue.put_nowait(output)
             queue.put_nowait(None)
-        except Exception as error:
+        except Exception as error:  # raised by whoever reads the queue
             queue.put_nowait(error)
 
     tasks, base = [], 0
