@@ -126,7 +126,7 @@ def ours(target: str) -> bool:
 def test_the_walk_sees_the_imports_of_the_house() -> None:
     seen = {(found.importer, found.target) for found in all_imports()}
     assert ("jserve.types.sampling", "jserve.errors") in seen
-    assert ("jserve.config", "yaml") in seen
+    assert ("jserve.config.tree", "yaml") in seen
     assert ("sharding.rules", "jax") in seen
 
 
@@ -203,7 +203,7 @@ def host_only_modules() -> list[str]:
 
 def test_host_rooms_load_without_jax_torch_or_xgrammar() -> None:
     wanted = host_only_modules()
-    assert "jserve.config" in wanted
+    assert "jserve.config.tree" in wanted
     script = (
         "import importlib, sys\n"
         f"for name in {wanted!r}:\n"

@@ -18,6 +18,7 @@ from jserve.config import (
     resolve,
     unknown_option,
 )
+from jserve.config.options import all_options
 from jserve.errors import ConfigError
 from jserve.models.registry import parse_config
 from jserve.types import ModelConfig, RopeConfig
@@ -55,11 +56,7 @@ def parse(*argv: str) -> Config:
 
 
 def test_flat_names_are_unique_over_the_sections() -> None:
-    names = [
-        option.name
-        for section in dataclasses.fields(Config)
-        for option in dataclasses.fields(section.default)
-    ]
+    names = [option.name for _, option in all_options()]
     assert len(names) == len(set(names)) == len(Config.from_flags(model_path="m").flat())
 
 
@@ -85,9 +82,7 @@ def test_every_flag_parses_back_to_the_value_it_was_given() -> None:
     for name, value in Config.from_flags(model_path="m").flat().items():
         if name == "model_path" or value is True or value is False:
             continue
-        options = {
-            o.name: o for s in dataclasses.fields(Config) for o in dataclasses.fields(s.default)
-        }
+        options = {option.name: option for _, option in all_options()}
         choices, low = (options[name].metadata[key] for key in ("choices", "low"))
         is_text = "str" in str(options[name].type)
         text = choices[-1] if choices else "some text" if is_text else str(max(low or 0, 0) or 1)

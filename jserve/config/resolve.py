@@ -1,0 +1,166 @@
+"""`resolve`: from options, model and devices to the numbers the engine runs with.
+
+Pure: it is handed model and devices as plain records. What cannot work together is refused here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jserve.config.options import SchedulerOptions
+from jserve.config.tree import Config
+from jserve.errors import ConfigError
+from jserve.types import ModelConfig
+
+_GIB = 1 << 30
+_ITEMSIZE = {"float32": 4, "bfloat16": 2}
+#: Attention implementations that are for one platform; the others run everywhere.
+_BACKEND_PLATFORM = {"pallas_triton": "gpu", "jax_triton": "gpu", "mosaic_tpu": "tpu"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """`platform` is cpu, gpu or tpu; `memory_bytes` is one device's, or the free RAM on CPU."""
+
+    platform: str
+    kind: str
+    count: int
+    memory_bytes: int | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """The numbers the engine runs with; nothing is automatic but the pool's size on a device.
+
+    `chunked_prefill_size` is a multiple of page_size; it holds the whole context when chunking is
+    off. `mixed_chunk_size`, the bound beside decode rows, is at most that. `max_total_tokens` is a
+    multiple of page_size, or None: as much as `mem_fraction_static` leaves once the steps are
+    compiled.
+    """
+
+    dtype: str
+    kv_dtype: str
+    context_length: int
+    page_size: int
+    num_slots: int
+    chunked_prefill_size: int
+    max_prefill_tokens: int
+    mixed: bool
+    mixed_chunk_size: int
+    policy: str
+    radix: bool
+    overlap_depth: int
+    tp_size: int
+    attention_backend: str | None
+    max_total_tokens: int | None
+    mem_fraction_static: float
+    recompile_guard: str
+    schedule_conservativeness: float
+    max_queued_requests: int | None
+
+
+def resolve(config: Config, model: ModelConfig, device: DeviceFacts) -> Resolved:
+    """Every number from options, model and devices. Pure. Raises ConfigError naming both flags."""
+    cache, scheduler, execution = config.cache, config.scheduler, config.execution
+    on_cpu = device.platform == "cpu"
+    dtype = config.model.dtype
+    if dtype == "auto":
+        dtype = "float32" if on_cpu or model.dtype == "float32" else "bfloat16"
+    kv_dtype = dtype if cache.kv_cache_dtype == "auto" else cache.kv_cache_dtype
+    context_length = config.model.context_length or model.max_position
+    for problem in _conflicts(config, model, device, dtype, context_length):
+        raise ConfigError(problem)
+    num_slots = scheduler.max_running_requests or (32 if on_cpu else 256)
+    chunk, max_prefill_tokens = _prefill_sizes(config, device, context_length)
+    mem_fraction = cache.mem_fraction_static or _mem_fraction(device, chunk, execution.tp_size)
+    tokens = cache.max_total_tokens
+    if tokens is None and on_cpu:
+        heads = max(model.num_kv_heads, execution.tp_size)
+        token_bytes = 2 * model.num_layers * heads * model.head_dim * _ITEMSIZE[kv_dtype]
+        budget = min(2 * _GIB, int(mem_fraction * (device.memory_bytes or 4 * _GIB)))
+        whole = num_slots * (context_length + cache.page_size)
+        tokens = max(min(whole, budget // token_bytes), cache.page_size)
+    return Resolved(
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        context_length=context_length,
+        page_size=cache.page_size,
+        num_slots=num_slots,
+        chunked_prefill_size=chunk,
+        max_prefill_tokens=max_prefill_tokens,
+        mixed=not scheduler.disable_mixed_chunk,
+        mixed_chunk_size=min(scheduler.mixed_chunk_size or (64 if on_cpu else 512), chunk),
+        policy=scheduler.schedule_policy,
+        radix=not cache.disable_radix_cache,
+        overlap_depth=0 if scheduler.disable_overlap_schedule else 1,
+        tp_size=execution.tp_size,
+        attention_backend=execution.attention_backend,
+        max_total_tokens=tokens and tokens // cache.page_size * cache.page_size,
+        mem_fraction_static=mem_fraction,
+        recompile_guard=execution.recompile_guard,
+        schedule_conservativeness=scheduler.schedule_conservativeness,
+        max_queued_requests=scheduler.max_queued_requests,
+    )
+
+
+def _conflicts(
+    config: Config, model: ModelConfig, device: DeviceFacts, dtype: str, context: int
+) -> list[str]:
+    """What cannot work together, in words; it is refused, never switched off silently."""
+    cache, policy = config.cache, config.scheduler.schedule_policy
+    backend, tp_size = config.execution.attention_backend, config.execution.tp_size
+    page_size, tokens, platform = cache.page_size, cache.max_total_tokens, device.platform
+    wanted = _BACKEND_PLATFORM.get(backend or "", platform)
+    problems = {
+        f"--context-length {context} is over the {model.max_position} positions of "
+        f"--model-path {config.model.model_path}": context > model.max_position,
+        f"--page-size {page_size} is over --context-length {context}": page_size > context,
+        f"--max-total-tokens {tokens} holds no page of --page-size {page_size}": (
+            tokens is not None and tokens < page_size
+        ),
+        f"--schedule-policy {policy} orders by cached prefix, but --disable-radix-cache is set": (
+            cache.disable_radix_cache and policy in ("lpm", "dfs-weight")
+        ),
+        "--kv-cache-dtype float32 gains nothing over --dtype bfloat16": (
+            cache.kv_cache_dtype == "float32" and dtype == "bfloat16"
+        ),
+        f"--attention-backend {backend} needs a {wanted}, but --device is {platform}": (
+            wanted != platform
+        ),
+        f"--tp-size {tp_size} is over the {device.count} found of --device {platform}": (
+            tp_size > device.count
+        ),
+    }
+    return [message for message, broken in problems.items() if broken]
+
+
+def _prefill_sizes(config: Config, device: DeviceFacts, context_length: int) -> tuple[int, int]:
+    """(chunk, max_prefill_tokens). An automatic size yields to a given one; two given must agree.
+
+    Automatic chunk: 256 on CPU; by memory in GiB: < 20: 2048, < 60: 4096, < 160: 8192, else 16384.
+    """
+    asked, limit = config.scheduler.chunked_prefill_size, config.scheduler.max_prefill_tokens
+    if asked == 0:
+        raise ConfigError("--chunked-prefill-size must be -1 (whole prompts) or >= 1, got 0")
+    if asked is None:
+        gib = (device.memory_bytes or 20 * _GIB) / _GIB
+        asked = 2048 if gib < 20 else 4096 if gib < 60 else 8192 if gib < 160 else 16384
+        asked = min(256 if device.platform == "cpu" else asked, limit)
+    elif asked > limit and limit != SchedulerOptions().max_prefill_tokens:
+        raise ConfigError(f"--chunked-prefill-size {asked} is over --max-prefill-tokens {limit}")
+    size = context_length if asked == -1 else min(asked, context_length)
+    chunk = -(-size // config.cache.page_size) * config.cache.page_size
+    return chunk, max(limit, chunk)
+
+
+def _mem_fraction(device: DeviceFacts, chunk: int, tp_size: int) -> float:
+    """What is left beside SGLang's reserve: 512 MB + 1.5 MB a chunk token + 128 MB a tp rank,
+    at least 10 GiB of a device over 60 GiB."""
+    if device.platform == "cpu":
+        return 0.3
+    if device.memory_bytes is None:
+        return 0.85
+    reserved = (512 + 1.5 * max(chunk, 2048) + 128 * tp_size) * (1 << 20)
+    if device.memory_bytes > 60 * _GIB:
+        reserved = max(reserved, 10 * _GIB)
+    return max(0.1, round(1 - reserved / device.memory_bytes, 3))
