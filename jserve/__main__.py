@@ -1,4 +1,4 @@
-"""The command line: `jserve serve | generate | chat`.
+"""The command line: `jserve serve | generate | chat | bench`.
 
 Owns argument parsing, the terminal and exit codes (2: a configuration that cannot work, in one
 line; 1: a request or engine that failed; 130: interrupted). Flags come from config.py; what they do
@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any, NoReturn, Protocol
 
 from jserve import __version__
+from jserve.bench import arguments
 from jserve.config import Config, add_arguments, unknown_option
 from jserve.errors import ConfigError, JserveError
 from jserve.types import GenerateRequest, Output, SamplingParams
@@ -26,10 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parsed, unknown = _parser().parse_known_args(argv)
         if unknown:
             raise ConfigError(_unknown_argument(unknown[0]))
-        if parsed.positional_model is not None:
-            parsed.model_path = parsed.positional_model
-        config = Config.from_namespace(parsed)
-        parsed.command(config, parsed)
+        parsed.command(parsed)
     except ConfigError as error:
         print(f"jserve: error: {error}", file=sys.stderr)
         return 2
@@ -78,23 +76,32 @@ def chat_loop(engine: Generator, lines: Iterable[str], sampling: SamplingParams)
         messages.append({"role": "assistant", "content": print_stream(engine, request)})
 
 
-def _serve(config: Config, parsed: argparse.Namespace) -> None:
+def _config(parsed: argparse.Namespace) -> Config:
+    """The engine's options among the parsed flags."""
+    if parsed.positional_model is not None:
+        parsed.model_path = parsed.positional_model
+    return Config.from_namespace(parsed)
+
+
+def _serve(parsed: argparse.Namespace) -> None:
     from jserve.server.app import serve
 
-    serve(config)
+    serve(_config(parsed))
 
 
-def _generate(config: Config, parsed: argparse.Namespace) -> None:
+def _generate(parsed: argparse.Namespace) -> None:
     from jserve.engine.engine import Engine
 
+    config = _config(parsed)
     sampling = _sampling(parsed, max_new_tokens=128)
     with Engine.from_config(config) as engine:
         print_stream(engine, GenerateRequest(sampling=sampling, text=parsed.prompt, stream=True))
 
 
-def _chat(config: Config, parsed: argparse.Namespace) -> None:
+def _chat(parsed: argparse.Namespace) -> None:
     from jserve.engine.engine import Engine
 
+    config = _config(parsed)
     with Engine.from_config(config) as engine:
         if not engine.tokenizer.has_chat_template:
             raise ConfigError(
@@ -102,6 +109,16 @@ def _chat(config: Config, parsed: argparse.Namespace) -> None:
                 "--chat-template, or use `jserve generate`"
             )
         chat_loop(engine, _terminal_lines(), _sampling(parsed, max_new_tokens=None))
+
+
+def _bench(parsed: argparse.Namespace) -> None:
+    from jserve.bench.commands import COMMANDS
+
+    run = COMMANDS[parsed.benchmark]
+    if parsed.benchmark == "serving":
+        run(parsed)
+    else:
+        run(parsed, _config(parsed))
 
 
 def _terminal_lines() -> Iterable[str]:
@@ -149,12 +166,30 @@ def _parser() -> argparse.ArgumentParser:
         _add_sampling(command)
         add_arguments(command, skip=("server",))
         command.set_defaults(log_level="error")
+    bench = commands.add_parser("bench", help="measure speed", description="Measure speed.")
+    _add_benchmarks(bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True))
     return parser
 
 
-def _add_command(commands: Any, name: str, about: str, run: Any) -> argparse.ArgumentParser:
+def _add_benchmarks(benchmarks: Any) -> None:
+    for name, (about, add_flags) in arguments.BENCHMARKS.items():
+        if name == "serving":  # of a server that runs already: no flags of an engine
+            command = benchmarks.add_parser(name, help=about, description=about)
+            command.set_defaults(command=_bench)
+        else:
+            command = _add_command(benchmarks, f"{name}", about, _bench, "bench ")
+        command.set_defaults(benchmark=name)
+        add_flags(command)
+        if name != "serving":
+            add_arguments(command, skip=("server",))
+            command.set_defaults(log_level="error")
+
+
+def _add_command(
+    commands: Any, name: str, about: str, run: Any, group: str = ""
+) -> argparse.ArgumentParser:
     command = commands.add_parser(
-        name, help=about, description=about, usage=f"jserve {name} MODEL [flags]"
+        name, help=about, description=about, usage=f"jserve {group}{name} MODEL [flags]"
     )
     command.add_argument(
         "positional_model", nargs="?", metavar="MODEL", help="the same as --model-path"
