@@ -1,0 +1,276 @@
+"""Speed of the Qwen3-8B shape (bfloat16, random weights, greedy) on one GPU beside its roofline.
+
+`scripts/gpu_check --perf` runs it; docs/performance/ keeps its JSON. Everything goes through the
+engine or the server at default flags, with the recompile guard on "error".
+
+Roofline of a step: for each phase (matmuls, attention, head) the greater of bytes / BANDWIDTH and
+FLOPs / COMPUTE, the copy bandwidth and a sustained matmul rate of an H200.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jserve.bench.load import run_load
+from jserve.bench.targets import EngineTarget
+from jserve.bench.workload import Conversation, Turn
+from jserve.engine.engine import Engine
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL = ROOT / "configs" / "qwen3-8b.json"
+BANDWIDTH, COMPUTE, MATMUL_PEAK = 4.3e12, 800e12, 804e12  # bytes/s, FLOP/s
+ITEM = 2  # bytes of a bfloat16
+FLAGS: dict[str, Any] = {"load_format": "dummy", "dtype": "bfloat16", "recompile_guard": "error"}
+SHORT, LONG = 32, 160  # output tokens of the two runs whose difference is timed
+RATES = (8, 16, 24)
+
+
+class Roofline:
+    """Seconds that a step of the model takes at least."""
+
+    def __init__(self, shape: dict[str, Any]) -> None:
+        hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
+        heads, kv_heads, head_dim = (
+            shape["num_attention_heads"],
+            shape["num_key_value_heads"],
+            shape["head_dim"],
+        )
+        attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
+        self.body = layers * (attention + 3 * hidden * shape["intermediate_size"])  # parameters
+        self.head = hidden * shape["vocab_size"]
+        self.kv_bytes = layers * 2 * kv_heads * head_dim * ITEM  # a token
+        self.attend_flops = layers * 4 * heads * head_dim  # a query and a key
+
+    def decode(self, batch: int, context: float) -> float:
+        body = _phase(self.body * ITEM, 2 * self.body * batch)
+        head = _phase(self.head * ITEM, 2 * self.head * batch)
+        keys = batch * context
+        return body + head + _phase(keys * self.kv_bytes, keys * self.attend_flops)
+
+    def prefill_flops(self, new: int, cached: int = 0) -> float:
+        """FLOPs of `new` tokens behind `cached` ones, the head for one row."""
+        keys = new * cached + new * (new + 1) / 2
+        return 2 * self.body * new + keys * self.attend_flops + 2 * self.head
+
+
+def _phase(num_bytes: float, flops: float) -> float:
+    return max(num_bytes / BANDWIDTH, flops / COMPUTE)
+
+
+class Bench:
+    """Figures of one running engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.vocab = engine.model_config.vocab_size
+        self.roofline = Roofline(json.loads(MODEL.read_text()))
+        self._rng = np.random.default_rng(0)
+
+    def ids(self, length: int) -> list[int]:
+        return self._rng.integers(1000, self.vocab, length).tolist()
+
+    def seconds(self, prompts: Sequence[list[int]], count: int, **sampling: Any) -> float:
+        params = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True, **sampling}
+        start = time.perf_counter()
+        replies = self.engine.generate(input_ids=list(prompts), sampling_params=params)
+        seconds = time.perf_counter() - start
+        assert all(len(reply["output_ids"]) == count for reply in replies)
+        return seconds
+
+    def decode(self, batch: int, context: int = 1024, **sampling: Any) -> dict[str, float]:
+        """A decode step at a mean context of `context` + (SHORT + LONG) / 2."""
+        prompts = [self.ids(context) for _ in range(batch)]
+        self.seconds(prompts, SHORT, **sampling)  # fills the prefix cache
+        runs = [
+            self.seconds(prompts, LONG, **sampling) - self.seconds(prompts, SHORT, **sampling)
+            for _ in range(3)
+        ]
+        step = statistics.median(runs) / (LONG - SHORT)
+        least = self.roofline.decode(batch, context + (SHORT + LONG) / 2)
+        self.engine.flush_cache()
+        return {"ms": round(step * 1e3, 2), "ratio": round(step / least, 3)}
+
+    def prefill(self, batch: int, new: int, cached: int = 0) -> dict[str, float]:
+        """One token each of prompts whose first `cached` tokens were seen before."""
+        best = float("inf")
+        for _ in range(3):
+            self.engine.flush_cache()
+            prefixes = [self.ids(cached) for _ in range(batch)]
+            if cached:
+                self.seconds(prefixes, 1)
+            prompts = [prefix + self.ids(new) for prefix in prefixes]
+            best = min(best, self.seconds(prompts, 1))
+        flops = batch * self.roofline.prefill_flops(new, cached)
+        return {
+            "s": round(best, 4),
+            "tokens_per_s": round(batch * new / best),
+            "of_matmul_peak": round(flops / best / MATMUL_PEAK, 3),
+        }
+
+    def load(self, conversations: Sequence[Conversation], flush: bool = True) -> dict[str, float]:
+        """A whole workload at once."""
+        if flush:
+            self.engine.flush_cache()
+        target = EngineTarget(self.engine, stream=False)
+        begins = np.zeros(len(conversations))
+        samples, seconds = asyncio.run(run_load(target, conversations, begins))
+        errors = [sample.error for sample in samples if sample.error]
+        assert not errors, errors[0]
+        tokens = sum(sample.prompt_len + sample.output_len for sample in samples)
+        return {
+            "s": round(seconds, 2),
+            "requests_per_s": round(len(samples) / seconds, 1),
+            "total_tokens_per_s": round(tokens / seconds),
+            "output_tokens_per_s": round(sum(s.output_len for s in samples) / seconds),
+        }
+
+
+def engine_rows(only: set[str]) -> dict[str, Any]:
+    """What an engine in this process shows."""
+    rows: dict[str, Any] = {}
+    start = time.perf_counter()
+    with Engine(str(MODEL), **FLAGS) as engine:
+        rows["engine_start_s"] = round(time.perf_counter() - start, 1)
+        bench = Bench(engine)
+
+        def row(name: str, group: str, measure: Any) -> None:
+            if not only or group in only:
+                rows[name] = measure()
+                print(f"{name}: {rows[name]}", flush=True)
+
+        for batch in (1, 8, 32, 64, 128, 256):
+            row(f"decode_{batch}", "decode", lambda batch=batch: bench.decode(batch))
+        sampled = {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "frequency_penalty": 0.1}
+        row("decode_256_full_sampler", "sampler", lambda: bench.decode(256, **sampled))
+        row("decode_64_at_8k", "long", lambda: bench.decode(64, 8192 - 96))
+        row("decode_1_at_32k", "long", lambda: bench.decode(1, 32_768 - 96))
+        row("prefill_512x1024", "prefill", lambda: bench.prefill(512, 1024))
+        row("prefill_1x8192", "prefill", lambda: bench.prefill(1, 8192))
+        row("prefill_16x512", "prefill", lambda: bench.prefill(16, 512))
+        row("prefill_4k_on_28k", "prefill", lambda: bench.prefill(1, 4096, 28_672))
+        plain = [(Turn(bench.ids(1024), 256),) for _ in range(512)]
+        row("offline_512", "offline", lambda: bench.load(plain))
+        shared = bench.ids(2048)
+        behind = [(Turn(shared + bench.ids(128), 64),) for _ in range(512)]
+        row("shared_prefix_cold", "shared", lambda: bench.load(behind))
+        row("shared_prefix_warm", "shared", lambda: bench.load(behind, flush=False))
+        streams = [(Turn(bench.ids(128), 512),) for _ in range(256)]
+        row("engine_256_streams", "http", lambda: bench.load(streams))
+        info = engine.get_server_info()
+        kept = ("max_total_num_tokens", "recompiles_total", "compile_seconds")
+        rows |= {name: info[name] for name in kept}
+        rows["memory_used"] = memory_used()
+    return rows
+
+
+def server_rows(only: set[str]) -> dict[str, Any]:
+    """Start of the server, cold and warm, and what a client in another process sees."""
+    rows: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as cache:
+        with server(cache) as (url, times):
+            rows["start_cold"] = times
+        with server(cache) as (url, times):
+            rows["start_warm"] = times
+            sizes = ("--random-input-len", "1024", "--random-output-len", "256")
+            for rate in RATES if not only or "online" in only else ():
+                count = ("--num-prompts", str(rate * 20), "--request-rate", str(rate))
+                rows[f"online_{rate}"] = client(url, *sizes, *count)
+            if not only or "http" in only:
+                sizes = ("--random-input-len", "128", "--random-output-len", "512")
+                rows["http_256_streams"] = client(url, *sizes, "--num-prompts", "256")
+    return rows
+
+
+@contextlib.contextmanager
+def server(cache: str) -> Iterator[tuple[str, dict[str, float]]]:
+    """(base URL, seconds from process start to first ready and to everything compiled)."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "jserve", "serve", str(MODEL), "--port", str(port)]
+    flags = ["--load-format", "dummy", "--dtype", "bfloat16", "--recompile-guard", "error"]
+    quiet = ["--log-level", "warning", "--compilation-cache-dir", cache]
+    start = time.perf_counter()
+    process = subprocess.Popen([*command, *flags, *quiet], cwd=ROOT)
+    try:
+        ready = _wait(process, url, lambda info: True) - start
+        compiled = _wait(process, url, lambda info: not info["programs_pending"]) - start
+        times = {"ready_s": round(ready, 1), "compiled_s": round(compiled, 1)}
+        print(f"server start: {times}", flush=True)
+        yield url, times
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _wait(process: subprocess.Popen[bytes], url: str, reached: Any) -> float:
+    """When /server_info first showed what `reached` asks for."""
+    while True:
+        assert process.poll() is None, "the server ended"
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/server_info") as reply:
+            if reached(json.load(reply)):
+                return time.perf_counter()
+        time.sleep(0.2)
+
+
+def client(url: str, *flags: str) -> dict[str, float]:
+    """The benchmark's own client, in a process of its own."""
+    command = [sys.executable, "-m", "jserve", "bench", "serving", "--base-url", url]
+    fixed = ["--random-range-ratio", "1.0", "--flush-cache"]
+    done = subprocess.run(
+        [*command, *fixed, *flags], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True
+    )
+    result = json.loads(done.stdout.splitlines()[-1])
+    figures = ("ttft_ms", "itl_ms", "tpot_ms", "e2e_latency_ms")
+    kept = [f"{kind}_{name}" for name in figures for kind in ("median", "p99")]
+    kept += ["duration", "completed", "output_throughput", "request_throughput"]
+    figures_kept = {name: round(result[name], 2) for name in kept}
+    print(f"{' '.join(flags)}: {figures_kept}", flush=True)
+    return figures_kept
+
+
+def memory_used() -> float:
+    """Share of the card's memory that is in use."""
+    used, total = _nvidia_smi("memory.used,memory.total").split(", ")
+    return round(float(used) / float(total), 3)
+
+
+def card() -> dict[str, str]:
+    names = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
+    units = _nvidia_smi(names, units="csv,noheader").split(", ")
+    return dict(zip(names.split(","), units, strict=True))
+
+
+def _nvidia_smi(query: str, units: str = "csv,noheader,nounits") -> str:
+    command = ["nvidia-smi", f"--query-gpu={query}", f"--format={units}"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[
+        0
+    ]
+
+
+def measure(only: Sequence[str] = ()) -> dict[str, Any]:
+    """All rows, or those of the groups named: decode sampler long prefill offline shared http
+    online."""
+    groups = set(only)
+    rows: dict[str, Any] = {"card": card()}
+    if not groups or groups & {"online", "http", "start"}:
+        rows |= server_rows(groups)
+    if not groups or groups - {"online", "start"}:
+        rows |= engine_rows(groups)
+    rows["card_after"] = card()
+    return rows
