@@ -8,12 +8,15 @@ JserveError
 │   ├── AuthError          missing or wrong key (401)
 │   └── TooLargeError      body over the limit (413)
 ├── QueueFullError         the waiting queue is full (503)
+├── TimedOutError          it waited or ran for longer than the server allows (503)
 └── EngineDeadError        the engine process ended or lost its device (503)
 
 Our own faults are `assert`s with both values, never one of these.
 """
 
 from __future__ import annotations
+
+_LONGEST_MESSAGE = 500  # characters; what a caller sent may be longer, and comes back in messages
 
 
 class JserveError(Exception):
@@ -33,15 +36,16 @@ class WeightError(ConfigError):
 
 class RequestError(JserveError):
     """A request that cannot be served as written: `message` says what is wrong and what would be
-    right, `param` is the field at fault, dotted for nested ones, or None for the whole body."""
+    right, `param` is the field at fault, dotted for nested ones, or None for the whole body. Both
+    are cut in the middle when they are long."""
 
     status_code = 400
     err_type = "BadRequestError"
 
     def __init__(self, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.param = param
+        self.message = _shortened(message)
+        self.param = None if param is None else _shortened(param)
+        super().__init__(self.message)
 
 
 class NotFoundError(RequestError):
@@ -72,8 +76,22 @@ class QueueFullError(JserveError):
     err_type = "ServiceUnavailableError"
 
 
+class TimedOutError(JserveError):
+    """The request waited or ran for longer than the server allows; try again later."""
+
+    status_code = 503
+    err_type = "TimeoutError"
+
+
 class EngineDeadError(JserveError):
     """The engine process ended; open requests are lost."""
 
     status_code = 503
     err_type = "ServiceUnavailableError"
+
+
+def _shortened(text: str) -> str:
+    """The beginning of a long text, and its end, which often says what would be right."""
+    if len(text) <= _LONGEST_MESSAGE:
+        return text
+    return f"{text[: _LONGEST_MESSAGE - 150]} … {text[-147:]}"

@@ -9,6 +9,7 @@ Legend: R rows, T tokens, P pages a slot can hold, N rows that sample, all befor
     rows of a step  decode rows (q_len 1, input: the slot's last sampled token), then prompt chunks
     kv_lens[r]      tokens of row r in the cache when the step has run, its own q_lens[r] included
     new_pages[t]    page that begins at token t (its position: a multiple of page_size), 0 elsewhere
+    group_…         the same of each cache group (types.KVShape.groups); most models have none
     page 0          the trash page: padding writes there, no request ever owns it
 """
 
@@ -54,6 +55,7 @@ class SlotEdit:
     pages: np.ndarray  # int32[≤ P] that the request already has (a cached prefix), in order
     sampling: SlotSampling
     output_ids: np.ndarray  # int32[·] generated before a retraction: penalty counts come from them
+    group_pages: tuple[np.ndarray, ...] = ()  # as `pages`; 0 or any page where it is not needed
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,6 +84,7 @@ class StepPlan:
     new_pages: np.ndarray  # int32[T]
     full_sampler: bool  # some sampling row needs more than argmax
     logprobs: bool  # some sampling row wants log-probabilities
+    group_new_pages: tuple[np.ndarray, ...] = ()  # int32[T] each
     edits: tuple[SlotEdit, ...] = ()
     score: Score | None = None
     rows: tuple[object, ...] = ()  # the scheduler's own handles, one a row; opaque to the runner

@@ -5,6 +5,7 @@ options.py → tree.py: Config ← arguments.py
 """
 
 from jserve.config.arguments import add_arguments
+from jserve.config.kv_events import KvEventsOptions
 from jserve.config.options import (
     CacheOptions,
     ExecutionOptions,
@@ -20,6 +21,7 @@ __all__ = [
     "Config",
     "DeviceFacts",
     "ExecutionOptions",
+    "KvEventsOptions",
     "ModelOptions",
     "Resolved",
     "SchedulerOptions",

@@ -103,13 +103,15 @@ class SchedulerOptions:
     prefill_max_requests: int | None = _option(None, "prompts in a step [any]", low=1)
     disable_mixed_chunk: bool = _option(False, "no decode rows beside prompt chunks")
     mixed_chunk_size: int | None = _option(
-        None, "prompt tokens in a step beside decode rows [by device]", low=1
+        None, "tokens of a step with decode rows and prompts [64 on CPU, else 512]", low=1
     )
     schedule_policy: str = _option(
         "fcfs", "order of the queue", choices="fcfs lpm random lof dfs-weight"
     )
     schedule_conservativeness: float = _option(1.0, "higher: admit fewer, retract fewer", low=0)
-    enable_priority_scheduling: bool = _option(False, "requests' priorities order the queue")
+    enable_priority_scheduling: bool = _option(
+        False, "requests' priorities order the queue [cache eviction by priority uses them only]"
+    )
     schedule_low_priority_values_first: bool = _option(False, "lower values go first")
     default_priority_value: int | None = _option(None, "of requests without one [the worst]")
     abort_on_priority_when_disabled: bool = _option(
@@ -134,7 +136,9 @@ class ExecutionOptions:
     device: str = _option("auto", "platform", choices="auto cpu gpu tpu")
     tp_size: int = _option(1, "tensor parallel devices", low=1, also="--tp")
     attention_backend: str | None = _option(
-        None, "[the first that fits]", choices="reference xla pallas_triton jax_triton mosaic_tpu"
+        None,
+        "[the first that fits]",
+        choices="reference xla mosaic_gpu pallas_triton jax_triton mosaic_tpu",
     )
     recompile_guard: str = _option("warn", "on a compilation after ready", choices="off warn error")
     compilation_cache_dir: str = _option("~/.cache/jserve/compile", "compiled programs; off: none")

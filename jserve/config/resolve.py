@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from jserve.config.options import SchedulerOptions
+from jserve.config.json_object import read_object
+from jserve.config.kv_events import KvEventsOptions, kv_events_options
+from jserve.config.options import CacheOptions, SchedulerOptions
 from jserve.config.tree import Config
 from jserve.errors import ConfigError
 from jserve.types import ModelConfig
@@ -15,7 +17,10 @@ from jserve.types import ModelConfig
 _GIB = 1 << 30
 _ITEMSIZE = {"float32": 4, "bfloat16": 2}
 #: Attention implementations that are for one platform; the others run everywhere.
-_BACKEND_PLATFORM = {"pallas_triton": "gpu", "jax_triton": "gpu", "mosaic_tpu": "tpu"}
+_BACKEND_PLATFORM = {
+    **dict.fromkeys(("mosaic_gpu", "pallas_triton", "jax_triton"), "gpu"),
+    "mosaic_tpu": "tpu",
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,7 +40,8 @@ class Resolved:
     `chunked_prefill_size` is a multiple of page_size; it holds the whole context when chunking is
     off. `mixed_chunk_size`, the bound beside decode rows, is at most that. `max_total_tokens` is a
     multiple of page_size, or None: as much as `mem_fraction_static` leaves once the steps are
-    compiled.
+    compiled. `hybrid_swa`: layers with a window have a pool of their own, in which they keep little
+    more than the window; None as `swa_full_tokens_ratio` is for runner/window_share.py to decide.
     """
 
     dtype: str
@@ -49,6 +55,9 @@ class Resolved:
     mixed_chunk_size: int
     policy: str
     radix: bool
+    eviction: str
+    protected_threshold: int
+    kv_events: KvEventsOptions | None
     overlap_depth: int
     tp_size: int
     attention_backend: str | None
@@ -57,6 +66,8 @@ class Resolved:
     recompile_guard: str
     schedule_conservativeness: float
     max_queued_requests: int | None
+    hybrid_swa: bool
+    swa_full_tokens_ratio: float | None
 
 
 def resolve(config: Config, model: ModelConfig, device: DeviceFacts) -> Resolved:
@@ -92,6 +103,9 @@ def resolve(config: Config, model: ModelConfig, device: DeviceFacts) -> Resolved
         mixed_chunk_size=min(scheduler.mixed_chunk_size or (64 if on_cpu else 512), chunk),
         policy=scheduler.schedule_policy,
         radix=not cache.disable_radix_cache,
+        eviction=cache.radix_eviction_policy,
+        protected_threshold=_protected_threshold(cache),
+        kv_events=kv_events_options(config.server.kv_events_config),
         overlap_depth=0 if scheduler.disable_overlap_schedule else 1,
         tp_size=execution.tp_size,
         attention_backend=execution.attention_backend,
@@ -100,7 +114,15 @@ def resolve(config: Config, model: ModelConfig, device: DeviceFacts) -> Resolved
         recompile_guard=execution.recompile_guard,
         schedule_conservativeness=scheduler.schedule_conservativeness,
         max_queued_requests=scheduler.max_queued_requests,
+        hybrid_swa=_hybrid(config, model, context_length),
+        swa_full_tokens_ratio=cache.swa_full_tokens_ratio,
     )
+
+
+def _hybrid(config: Config, model: ModelConfig, context: int) -> bool:
+    """Whether some layer has a window that a context can outgrow, and may forget what it left."""
+    windows = [window for window in model.windows if window is not None]
+    return not config.cache.disable_hybrid_swa_memory and bool(windows) and max(windows) < context
 
 
 def _conflicts(
@@ -111,6 +133,7 @@ def _conflicts(
     backend, tp_size = config.execution.attention_backend, config.execution.tp_size
     page_size, tokens, platform = cache.page_size, cache.max_total_tokens, device.platform
     wanted = _BACKEND_PLATFORM.get(backend or "", platform)
+    mixed_size = config.scheduler.mixed_chunk_size
     problems = {
         f"--context-length {context} is over the {model.max_position} positions of "
         f"--model-path {config.model.model_path}": context > model.max_position,
@@ -121,8 +144,24 @@ def _conflicts(
         f"--schedule-policy {policy} orders by cached prefix, but --disable-radix-cache is set": (
             cache.disable_radix_cache and policy in ("lpm", "dfs-weight")
         ),
+        f"--radix-eviction-policy {cache.radix_eviction_policy} orders the radix cache, but "
+        "--disable-radix-cache is set": (
+            cache.disable_radix_cache and cache.radix_eviction_policy != "lru"
+        ),
+        "--kv-events-config tells of the radix cache, but --disable-radix-cache is set": (
+            cache.disable_radix_cache
+            and kv_events_options(config.server.kv_events_config) is not None
+        ),
         "--kv-cache-dtype float32 gains nothing over --dtype bfloat16": (
             cache.kv_cache_dtype == "float32" and dtype == "bfloat16"
+        ),
+        f"--swa-full-tokens-ratio {cache.swa_full_tokens_ratio} sizes the pool of sliding-window "
+        f"layers, but --disable-hybrid-swa-memory is set, or no window of --model-path "
+        f"{config.model.model_path} is under --context-length {context}": (
+            cache.swa_full_tokens_ratio is not None and not _hybrid(config, model, context)
+        ),
+        f"--mixed-chunk-size {mixed_size} bounds mixed steps, but --disable-mixed-chunk is set": (
+            config.scheduler.disable_mixed_chunk and mixed_size is not None
         ),
         f"--attention-backend {backend} needs a {wanted}, but --device is {platform}": (
             wanted != platform
@@ -131,7 +170,40 @@ def _conflicts(
             tp_size > device.count
         ),
     }
+    problems |= _priority_conflicts(config.scheduler)
     return [message for message, broken in problems.items() if broken]
+
+
+def _priority_conflicts(scheduler: SchedulerOptions) -> dict[str, bool]:
+    """Priorities order arrival and output length; what is about them needs them to be in use."""
+    used, policy = scheduler.enable_priority_scheduling, scheduler.schedule_policy
+    threshold = scheduler.priority_scheduling_preemption_threshold
+    usual = SchedulerOptions().priority_scheduling_preemption_threshold
+    wishes = {
+        f"--default-priority-value {scheduler.default_priority_value}": (
+            scheduler.default_priority_value is not None
+        ),
+        "--schedule-low-priority-values-first": scheduler.schedule_low_priority_values_first,
+        "--disable-priority-preemption": scheduler.disable_priority_preemption,
+        f"--priority-scheduling-preemption-threshold {threshold}": threshold != usual,
+        "--retraction-policy priority": scheduler.retraction_policy == "priority",
+    }
+    problems = {
+        f"{flag} needs --enable-priority-scheduling": wish and not used
+        for flag, wish in wishes.items()
+    }
+    clash = f"--enable-priority-scheduling goes with --schedule-policy fcfs or lof, not {policy}"
+    return problems | {clash: used and policy not in ("fcfs", "lof")}
+
+
+def _protected_threshold(cache: CacheOptions) -> int:
+    """Of slru, which is the one policy that takes a number."""
+    flag, text = "--radix-eviction-policy-config", cache.radix_eviction_policy_config
+    if text is not None and cache.radix_eviction_policy != "slru":
+        raise ConfigError(
+            f"{flag} {text} is for --radix-eviction-policy slru, not {cache.radix_eviction_policy}"
+        )
+    return read_object(flag, text, {"protected_threshold": 2})["protected_threshold"]
 
 
 def _prefill_sizes(config: Config, device: DeviceFacts, context_length: int) -> tuple[int, int]:

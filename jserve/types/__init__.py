@@ -2,6 +2,7 @@
 two processes. Pure data; imports neither jax nor any other room but errors.
 """
 
+from jserve.types.grammar import CompiledSpec, GrammarSpec
 from jserve.types.logprobs import (
     MAX_LOGPROB_IDS,
     MAX_TOP_LOGPROBS,
@@ -18,6 +19,7 @@ from jserve.types.messages import (
     FromEngine,
     Gauges,
     GenerateRequest,
+    Name,
     Output,
     Progress,
     Submit,
@@ -41,6 +43,7 @@ __all__ = [
     "MAX_TOP_LOGPROBS",
     "TOP_K_ALL",
     "Abort",
+    "CompiledSpec",
     "Control",
     "ControlReply",
     "Delta",
@@ -49,9 +52,11 @@ __all__ = [
     "FromEngine",
     "Gauges",
     "GenerateRequest",
+    "GrammarSpec",
     "KVShape",
     "LogprobParams",
     "ModelConfig",
+    "Name",
     "Output",
     "Progress",
     "RopeConfig",

@@ -5,10 +5,15 @@ Pure data. Messages are msgspec structs so that ipc.py can encode them as they a
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from jserve.types.logprobs import LogprobParams, TokenLogprobs
 from jserve.types.sampling import SamplingParams
+
+#: What a caller calls a request or a namespace; it is kept, logged and sent back.
+Name = Annotated[str, msgspec.Meta(max_length=256)]
 
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
@@ -20,8 +25,11 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
     logprobs: LogprobParams | None = None
     extra_key: str | None = None  # cache namespace
     cache_salt: str | None = None  # second component of the namespace
+    priority: int | None = None  # None: the default one
     stream: bool = False  # False: the engine may hold tokens back and send one Delta at the end
     created: float = 0.0  # time.time() in the API process
+    sent: float = 0.0  # … when its prompt was ready
+    turn: int = 0  # tells uses of one rid apart; its Deltas carry it
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
@@ -41,11 +49,13 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=T
 class Control(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
     """API process → engine: a question answered once by ControlReply with the same id.
 
-    `op`: "flush_cache" | "server_info" | "shutdown".
+    `op`: "flush_cache" | "server_info" | "shutdown" | "pause_generation" (mode) |
+    "continue_generation".
     """
 
     id: str
     op: str
+    args: dict[str, str | int | float | bool] = {}
 
 
 class FinishReason(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -66,6 +76,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     rid: str
     token_ids: list[int]
+    turn: int = 0  # its Submit's
     finish: FinishReason | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -74,7 +85,10 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     logprobs: TokenLogprobs | None = None  # of `token_ids`
     input_logprobs: TokenLogprobs | None = None  # in the first Delta only
     queue_time: float = 0.0  # seconds from arrival in the engine to admission
+    cache_seconds: float = 0.0  # of matching and allocating for it
+    num_steps: int = 0  # that it took part in so far
     prefill_finished: float = 0.0  # time.time() when the first token was committed
+    ended: float = 0.0  # … when its finish was decided
 
 
 class Deltas(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -108,6 +122,7 @@ class Gauges(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
     /metrics and health."""
 
     values: dict[str, float]
+    histograms: dict[str, list[float]] = {}  # since the start; as metrics/histogram.py says
     step: int = 0
     time: float = 0.0
 
@@ -127,23 +142,30 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     text: str | None = None
     input_ids: list[int] | None = None
-    rid: str | None = None
+    rid: Name | None = None
     logprobs: LogprobParams | None = None
     return_text_in_logprobs: bool = False
-    extra_key: str | None = None
-    cache_salt: str | None = None
+    extra_key: Name | None = None
+    cache_salt: Name | None = None
+    priority: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stream: bool = False
     add_special: bool = True
+    created: float = 0.0  # time.time() when a server began with it; 0: now
+    traceparent: str | None = None  # W3C: the span that it is part of
 
 
 class Times(msgspec.Struct, kw_only=True):
     """When what happened to one sequence: time.time(), 0 when it has not; `queued` in seconds."""
 
     created: float = 0.0
+    sent: float = 0.0  # to the engine, when the prompt was ready
     queued: float = 0.0
+    cache: float = 0.0  # seconds
     prefill_finished: float = 0.0  # in the engine
     first_token: float = 0.0
+    ended: float = 0.0  # in the engine
     latest: float = 0.0  # of what arrived
+    num_steps: int = 0  # that it took part in
     shown: bool = False  # whether answers tell more than the end-to-end latency
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,9 +61,18 @@ class KVShape:
     """What a model keeps for one token: K and V of `num_kv_heads` heads in each layer.
 
     `num_kv_heads` is the number stored over the whole mesh, replicas for tensor parallelism
-    included.
+    included. `groups` are the layers that are not among `num_layers`: they have pools and page
+    tables of their own, because they need a token only while it is within their `window`.
     """
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    window: int | None = None  # of a group
+    groups: tuple[KVShape, ...] = ()
+
+    def places(self, windows: Sequence[int | None]) -> tuple[tuple[int, int], ...]:
+        """Of each layer the pool that it lies in, 0 or a group's number from 1, and its place
+        there. A window below the widest is no reason for a group of its own."""
+        groups = [int(window is not None and bool(self.groups)) for window in windows]
+        return tuple((group, groups[:i].count(group)) for i, group in enumerate(groups))
