@@ -1,48 +1,101 @@
 """Which cached pages go first when the pool is full. Owns the order; the tree owns nodes and locks.
 
 The tree offers its unlocked leaves as they appear. They enter the heap when pages are wanted, and a
-key that has grown since is corrected when it comes up.
+key that has grown since is corrected when it comes up. So a key may only grow while its node lives.
+
+    lru       last use
+    lfu       finished requests that used it, then last use
+    slru      whether at least `protected_threshold` finished requests used it, then last use
+    priority  highest priority of a request that used it, then last use; a finished request's
+              prompt counts one more than its output
+    fifo      creation
 """
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
+import time
 from collections.abc import Callable
 
 import numpy as np
 
+from jserve.cache.counters import CacheCounters
 from jserve.cache.radix import Node, RadixTree
 
-#: Eviction order, smallest first. A key may only grow while its node lives.
-EVICTION_KEYS: dict[str, Callable[[Node], tuple[int, ...]]] = {
-    "lru": lambda node: (node.last_access,),
-    "lfu": lambda node: (node.hit_count, node.last_access),
-    "slru": lambda node: (int(node.hit_count >= 2), node.last_access),
-    "fifo": lambda node: (node.created,),
-}
+EVICTION_POLICIES = ("lru", "lfu", "slru", "priority", "fifo")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EvictionPolicy:
+    """`key`: the smallest goes first. `promote_prompt(tree, node, output_pages, priority)`: the
+    path to `node` has been of use, but the last `output_pages` of it are no prompt.
+    """
+
+    key: Callable[[Node], tuple[int, ...]]
+    promote_prompt: Callable[[RadixTree, Node, int, int], None] = lambda *_: None
+
+
+def eviction_policy(name: str, protected_threshold: int = 2) -> EvictionPolicy:
+    """`name`: one of EVICTION_POLICIES; `protected_threshold` is slru's."""
+    policies = {
+        "lru": EvictionPolicy(lambda node: (node.last_access,)),
+        "lfu": EvictionPolicy(lambda node: (node.hit_count, node.last_access)),
+        "slru": EvictionPolicy(
+            lambda node: (int(node.hit_count >= protected_threshold), node.last_access)
+        ),
+        "priority": EvictionPolicy(lambda node: (node.priority, node.last_access), _promote_prompt),
+        "fifo": EvictionPolicy(lambda node: (node.created,)),
+    }
+    return policies[name]
+
+
+def _promote_prompt(tree: RadixTree, node: Node, output_pages: int, priority: int) -> None:
+    output_pages = max(output_pages, 0)
+    while node.parent is not None and output_pages >= len(node.pages):
+        output_pages -= len(node.pages)
+        node = node.parent
+    if node.parent is not None:
+        tree.promote(tree.split(node, len(node.pages) - output_pages), priority)
 
 
 class Evictor:
-    """Takes pages out of one tree. `order`: a name of EVICTION_KEYS."""
+    """Takes pages out of one tree, and counts them."""
 
-    def __init__(self, tree: RadixTree, order: str = "lru") -> None:
+    def __init__(
+        self,
+        tree: RadixTree,
+        policy: EvictionPolicy | None = None,
+        counters: CacheCounters | None = None,
+    ) -> None:
         self._tree = tree
-        self._key = EVICTION_KEYS[order]
-        self._heap: list[tuple[tuple[int, ...], int, Node]] = []
+        self.key = (policy or eviction_policy("lru")).key
+        self.heap: list[tuple[tuple[int, ...], int, Node]] = []  # key, ticket, node
+        self._counters = counters or CacheCounters()
         self._tickets = itertools.count()  # equal keys leave in the order of their offers
 
     def evict(self, n: int) -> np.ndarray:
         """Drop up to `n` pages of unlocked leaves, tails first; → their ids, now the caller's."""
-        freed = [np.empty(0, np.int32)]
-        tree = self._tree
+        started = time.perf_counter()
+        runs = self._take_runs(n)
+        pages = np.concatenate([np.empty(0, np.int32), *runs])
+        if runs:
+            self._tree.observer.removed(pages)
+        counters = self._counters
+        counters.evicted_pages += len(pages)
+        counters.timing.observe("eviction_duration_seconds", time.perf_counter() - started)
+        return pages
+
+    def _take_runs(self, n: int) -> list[np.ndarray]:
+        freed, tree = [], self._tree
         self._take_offers()
-        while n > 0 and self._heap:
-            key, _, node = heapq.heappop(self._heap)
+        while n > 0 and self.heap:
+            key, _, node = heapq.heappop(self.heap)
             node.offered = False
             if node.parent is None or node.children or node.lock_ref:
                 continue  # offered again when it becomes an unlocked leaf
-            if self._key(node) == key:
+            if self.key(node) == key:
                 taken = min(n, len(node.pages))
                 freed.append(node.pages[len(node.pages) - taken :])
                 tree.evictable_pages -= taken
@@ -56,9 +109,9 @@ class Evictor:
                     node.key = node.key[: -taken * tree.page_size]
             tree.offer(node)  # still a leaf: its key has grown, or its tail is gone
             self._take_offers()
-        return np.concatenate(freed)
+        return freed
 
     def _take_offers(self) -> None:
         for node in self._tree.offers:
-            heapq.heappush(self._heap, (self._key(node), next(self._tickets), node))
+            heapq.heappush(self.heap, (self.key(node), next(self._tickets), node))
         self._tree.offers.clear()

@@ -15,13 +15,19 @@ keeps the rest private until it ends.
 from __future__ import annotations
 
 import dataclasses
+import time
+from collections.abc import Sequence
 
 import numpy as np
 
-from jserve.cache.eviction import Evictor
-from jserve.cache.integrity import check_ownership
-from jserve.cache.pages import PageAllocator
+from jserve.cache.counters import CacheCounters
+from jserve.cache.eviction import Evictor, eviction_policy
+from jserve.cache.integrity import check_order, check_ownership
+from jserve.cache.observer import NO_OBSERVER, Observer
+from jserve.cache.paired import make_allocator
 from jserve.cache.radix import Namespace, Node, RadixTree
+from jserve.cache.window import WindowGroup
+from jserve.metrics.timing import UNTIMED, Timing
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -29,6 +35,7 @@ class Lease:
     """Pages of one live request. Made by CacheManager.open; ended by finish or release."""
 
     namespace: Namespace
+    priority: int
     node: Node  # where the shared part ends; the root when there is none
     num_shared: int
     sealed: bool
@@ -52,49 +59,89 @@ class Lease:
 
 
 class CacheManager:
-    """Page ownership over one pool. With `radix` off the interface is the same, without reuse."""
+    """Page ownership over one pool. With `radix` off the interface is the same, without reuse.
+
+    `groups` are the pools beside it, of layers that keep less; most models have none.
+    `eviction` and `protected_threshold`: see eviction.py. `counters` and `leases` may be read.
+    """
 
     def __init__(
-        self, num_pages: int, page_size: int, *, radix: bool = True, eviction: str = "lru"
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        radix: bool = True,
+        eviction: str = "lru",
+        protected_threshold: int = 2,
+        observer: Observer = NO_OBSERVER,
+        groups: Sequence[WindowGroup] = (),
+        timing: Timing = UNTIMED,
     ) -> None:
         self.page_size, self.num_pages = page_size, num_pages
         self.total_pages = num_pages - 1  # without the trash page
-        self.radix, self._eviction = radix, eviction
-        self.evicted_pages = self.allocator_failures = 0
+        self.radix, self._observer, self.groups = radix, observer, groups
+        self._policy = eviction_policy(eviction, protected_threshold)
+        self.counters = CacheCounters(timing=timing)
         self.reset()
 
     def reset(self) -> None:
         """Forget everything, earlier leases too: the pool's contents are gone."""
-        self.tree = RadixTree(self.page_size)
-        self.allocator = PageAllocator(self.num_pages)
-        self._evictor = Evictor(self.tree, self._eviction)
-        self._leases: set[Lease] = set()
+        self.allocator = make_allocator(self.num_pages, self.groups)
+        self.leases: set[Lease] = set()  # of live requests
+        self.tree = RadixTree(self.page_size, self._observer)
+        self._evictor = Evictor(self.tree, self._policy, self.counters)
+        self._observer.cleared()
+
+    @property
+    def full_pages(self) -> int:
+        """Free, or cached and not in use, whatever the groups have."""
+        return self.allocator.num_free + self.tree.evictable_pages
 
     @property
     def available_pages(self) -> int:
-        """What allocate could give now: free, or cached and not in use."""
-        return self.allocator.num_free + self.tree.evictable_pages
+        """What allocate could give now."""
+        return min([self.full_pages, *(group.available for group in self.groups)])
 
-    def open(self, tokens: np.ndarray, namespace: Namespace, max_tokens: int) -> Lease:
+    def open(
+        self, tokens: np.ndarray, namespace: Namespace, max_tokens: int, priority: int = 0
+    ) -> Lease:
         """Match a prefix of at most `max_tokens` tokens, lock it, and start with its pages."""
+        started, counters = time.perf_counter(), self.counters
         limit = min(len(tokens), max_tokens) // self.page_size * self.page_size if self.radix else 0
         node, pages = self.tree.match(tokens[:limit], namespace)
+        for group in self.groups:
+            usable = group.usable(pages)
+            if usable < len(pages):
+                node, pages = self.tree.match(tokens[: usable * self.page_size], namespace)
         self.tree.lock(node)
-        lease = Lease(namespace, node, len(pages), not self.radix, pages, len(pages))
-        self._leases.add(lease)
+        lease = Lease(namespace, priority, node, len(pages), not self.radix, pages, len(pages))
+        self.leases.add(lease)
+        for group in self.groups:
+            group.enter(lease)
+        matched = len(pages) * self.page_size
+        counters.matched_tokens += matched
+        counters.match_lengths[matched.bit_length()] += 1
+        counters.timing.observe("cache_match_seconds", time.perf_counter() - started)
         return lease
 
     def allocate(self, n: int) -> np.ndarray | None:
         """int32[n] page ids for a lease to extend by, evicting as needed; None: not enough."""
         if n > self.available_pages:
-            self.allocator_failures += 1
+            self.counters.allocator_failures += 1
             return None
+        started = time.perf_counter()
         missing = n - self.allocator.num_free
         if missing > 0:
-            evicted = self._evictor.evict(missing)
-            self.evicted_pages += len(evicted)
-            self.allocator.free(evicted)
-        return self.allocator.allocate(n)
+            self.evict(missing)
+        for group in self.groups:
+            self.allocator.free(group.reclaim(n, self.tree, self._evictor))
+        pages = self.allocator.allocate(n)
+        self.counters.timing.observe("cache_allocate_seconds", time.perf_counter() - started)
+        return pages
+
+    def evict(self, n: int) -> None:
+        """Free up to `n` cached pages that no lease holds."""
+        self.allocator.free(self._evictor.evict(n))
 
     def commit(self, lease: Lease, tokens: np.ndarray) -> None:
         """Publish the whole pages of `tokens`: the lease's, KV written or dispatched to be."""
@@ -106,39 +153,58 @@ class CacheManager:
         if self.tree.find(node, run, lease.namespace)[1]:
             lease.sealed = True
             return
-        if node is not self.tree.root and node.lock_ref == 1 and not node.children:
-            self.tree.extend(node, run, pages)
+        alone = node.lock_ref == 1 and not node.children and not node.hit_count  # the root never
+        if alone and node.priority == lease.priority:
+            self.tree.extend(node, run, pages, lease.namespace)
         else:
             lease.node, _ = self.tree.insert(node, run, pages, lease.namespace)
+            self.tree.promote(lease.node, lease.priority)
             self.tree.lock(lease.node)
             self.tree.unlock(node)
         lease.num_shared = end
 
-    def finish(self, lease: Lease, tokens: np.ndarray) -> None:
-        """End a lease; the whole pages of `tokens` (all that have valid KV) stay cached."""
+    def finish(self, lease: Lease, tokens: np.ndarray, prompt_len: int = 0) -> None:
+        """End a lease; the whole pages of `tokens` (all that have valid KV) stay cached, and were
+        hit once. `prompt_len`: the first that many tokens are worth more to the priority policy.
+        """
         end = min(len(tokens) // self.page_size, lease.num_pages) if self.radix else 0
-        begin = lease.num_shared
+        node, begin = lease.node, lease.num_shared
+        for group in self.groups:
+            group.leave(lease)
         if end > begin:
-            run = tokens[begin * self.page_size : end * self.page_size]
-            _, present = self.tree.insert(lease.node, run, lease.pages[begin:end], lease.namespace)
-            self.allocator.free(lease.pages[begin : begin + present])
+            run, pages = tokens[begin * self.page_size : end * self.page_size], lease.pages
+            node, present = self.tree.insert(node, run, pages[begin:end], lease.namespace)
+            for group in self.groups:
+                group.mend(node, begin, pages[begin : begin + present])
+            self.allocator.free(pages[begin : begin + present])
             lease.num_shared = end
+        self.tree.promote(node, lease.priority)
+        for step in node.path():
+            step.hit_count += 1
+        output_pages = lease.num_shared - prompt_len // self.page_size
+        self._policy.promote_prompt(self.tree, node, output_pages, lease.priority + 1)
         self.release(lease)
 
     def release(self, lease: Lease) -> None:
         """End a lease: what the tree has stays there, unlocked; everything private is freed."""
-        self._leases.remove(lease)
+        self.leases.remove(lease)
+        for group in self.groups:
+            group.leave(lease)
         self.tree.unlock(lease.node)
         self.allocator.free(lease.pages[lease.num_shared :])
 
     def flush(self) -> bool:
         """Drop the tree; refused (False) while a request is live."""
-        if self._leases:
+        if self.leases:
             return False
-        self.allocator.free(self._evictor.evict(self.tree.evictable_pages))
+        self.check_integrity()
+        self.reset()
         return True
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every page has one owner and every lock a live reason."""
-        leases = [(lease.node, lease.pages[lease.num_shared :]) for lease in self._leases]
+        leases = [(lease.node, lease.pages, lease.num_shared) for lease in self.leases]
         check_ownership(self.allocator, self.tree, leases)
+        check_order(self.tree, self._evictor.heap, self._evictor.key)
+        for group in self.groups:
+            group.check(self.allocator.free_pages(), self.tree, self.leases)

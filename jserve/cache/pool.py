@@ -20,14 +20,26 @@ _AXES = (None, None, "kv_heads", None)
 
 
 class KVPool(NamedTuple):
-    """Layer i's pages are [i · num_pages, (i + 1) · num_pages), each layer's first is trash."""
+    """Layer i's pages are [i · num_pages, (i + 1) · num_pages), each layer's first is trash. Layers
+    are those of a KVShape; its groups have each a pool of their own.
+    """
 
     k: jax.Array
     v: jax.Array | None
+    groups: tuple[KVPool, ...] = ()
 
 
-def pool_spec(shape: KVShape, num_pages: int, page_size: int, dtype: str, rules: Rules) -> KVPool:
-    """The pool as ShapeDtypeStructs with shardings: what a program is lowered for."""
+def pool_spec(
+    shape: KVShape,
+    num_pages: int,
+    page_size: int,
+    dtype: str,
+    rules: Rules,
+    group_pages: tuple[int, ...] = (),
+) -> KVPool:
+    """The pool as ShapeDtypeStructs with shardings: what a program is lowered for. `group_pages`:
+    of each of the shape's groups.
+    """
     fused = rules.platform == "tpu"
     heads = shape.num_kv_heads * (2 if fused else 1)
     array = jax.ShapeDtypeStruct(
@@ -35,7 +47,11 @@ def pool_spec(shape: KVShape, num_pages: int, page_size: int, dtype: str, rules:
         jnp.dtype(dtype),
         sharding=rules.sharding(_AXES),
     )
-    return KVPool(array, None if fused else array)  # type: ignore[arg-type]
+    groups = tuple(
+        pool_spec(group, pages, page_size, dtype, rules)
+        for group, pages in zip(shape.groups, group_pages, strict=True)
+    )
+    return KVPool(array, None if fused else array, groups)  # type: ignore[arg-type]
 
 
 def allocate_pool(
@@ -51,13 +67,15 @@ def allocate_pool(
 
 
 def bytes_per_page(shape: KVShape, page_size: int, dtype: str) -> int:
-    """Bytes of one page over all layers and the whole mesh, K and V together."""
+    """Bytes of one page over all layers and the whole mesh, K and V together; without groups."""
     item = jnp.dtype(dtype).itemsize
     return math.prod((shape.num_layers, page_size, 2, shape.num_kv_heads, shape.head_dim, item))
 
 
 def gather_pages(pool: KVPool, pages: jax.Array, num_layers: int) -> KVPool:
-    """Copies of the given pages of every layer: leaves are [L, n, page, heads, D]."""
+    """Copies of the given pages of every layer: leaves are [L, n, page, heads, D]. Of a pool
+    without groups; a group's pool is one.
+    """
     return jax.tree.map(lambda leaf: leaf[_flat(leaf, pages, num_layers)], pool)
 
 

@@ -14,7 +14,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from jserve.cache.observer import NO_OBSERVER, Observer
+
 Namespace = tuple[str | None, str | None]
+LOWEST_PRIORITY = -(2**63)
 _EMPTY = np.empty(0, np.int32)
 
 
@@ -30,7 +33,8 @@ class Node:
     lock_ref: int = 0
     last_access: int = 0
     created: int = 0
-    hit_count: int = 0
+    hit_count: int = 0  # requests that are over and used this run, its first one included
+    priority: int = LOWEST_PRIORITY  # the highest that inserted it; never above its parent's
     offered: bool = False  # eviction knows it, or will find it in RadixTree.offers
 
     def path(self) -> Iterator[Node]:
@@ -44,8 +48,8 @@ class Node:
 class RadixTree:
     """match, insert, lock, unlock. Its pages are `evictable_pages` + `protected_pages`."""
 
-    def __init__(self, page_size: int) -> None:
-        self.page_size = page_size
+    def __init__(self, page_size: int, observer: Observer = NO_OBSERVER) -> None:
+        self.page_size, self.observer = page_size, observer
         self.root = Node(_EMPTY, _EMPTY, None, None)
         self.evictable_pages = self.protected_pages = 0
         self.offers: list[Node] = []  # unlocked leaves that eviction has not taken note of yet
@@ -77,13 +81,9 @@ class RadixTree:
         in which it ends, marks the path as used. Valid until the next eviction, unless locked.
         """
         node, _, inside = self.find(self.root, tokens, space)
-        node = self._split(node, inside)
+        node = self.split(node, inside)
         self._touch(node)
-        pages = [_EMPTY]
-        for step in node.path():
-            step.hit_count += 1
-            pages.append(step.pages)
-        return node, np.concatenate(pages[::-1])
+        return node, np.concatenate([_EMPTY, *(step.pages for step in node.path())][::-1])
 
     def insert(
         self, start: Node, tokens: np.ndarray, pages: np.ndarray, space: Namespace
@@ -93,26 +93,36 @@ class RadixTree:
         → (node at which the run now ends, how many leading `pages` it had: they stay the caller's)
         """
         node, covered, inside = self.find(start, tokens, space)
-        node = self._split(node, inside)
+        node = self.split(node, inside)
         if covered < len(pages):
             rest, parent = tokens[covered * self.page_size :].copy(), node
             node = Node(rest, pages[covered:].copy(), parent, self._edge(parent, rest, space))
             node.created = next(self._clock)
             parent.children[node.edge] = node
             self.evictable_pages += len(node.pages)
+            self.observer.stored(parent.pages[-1:], rest, node.pages, space)
         self._touch(node)
         self.offer(node)
         return node, covered
 
-    def extend(self, node: Node, tokens: np.ndarray, pages: np.ndarray) -> None:
+    def extend(self, node: Node, tokens: np.ndarray, pages: np.ndarray, space: Namespace) -> None:
         """Lengthen a leaf that only the caller has locked: a prompt's chunks become one node."""
+        self.observer.stored(node.pages[-1:], tokens, pages, space)
         node.key = np.concatenate([node.key, tokens])
         node.pages = np.concatenate([node.pages, pages])
         self.protected_pages += len(pages)
         self._touch(node)
 
+    def promote(self, node: Node, priority: int) -> None:
+        """Give the path to `node` at least this priority."""
+        for step in node.path():
+            if step.priority >= priority:
+                break
+            step.priority = priority
+
     def lock(self, node: Node) -> None:
         """Protect the path from the root to `node` from eviction."""
+        assert node is self.root or node.parent is not None, "lock of an evicted node"
         for step in node.path():
             if step.lock_ref == 0:
                 self.evictable_pages -= len(step.pages)
@@ -135,11 +145,7 @@ class RadixTree:
             node.offered = True
             self.offers.append(node)
 
-    def _edge(self, parent: Node, tokens: np.ndarray, space: Namespace) -> object:
-        first = tokens[: self.page_size].tobytes()
-        return (space, first) if parent is self.root else first
-
-    def _split(self, node: Node, pages: int) -> Node:
+    def split(self, node: Node, pages: int) -> Node:
         """The node that ends after `pages` pages of `node`, which keeps its identity and locks."""
         if pages == len(node.pages):
             return node
@@ -152,6 +158,10 @@ class RadixTree:
         node.edge = self._edge(upper, node.key, (None, None))
         upper.children[node.edge] = node
         return upper
+
+    def _edge(self, parent: Node, tokens: np.ndarray, space: Namespace) -> object:
+        first = tokens[: self.page_size].tobytes()
+        return (space, first) if parent is self.root else first
 
     def _touch(self, node: Node) -> None:
         now = next(self._clock)
