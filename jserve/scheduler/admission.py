@@ -9,10 +9,13 @@ longer than the step's chunk are cut at a page.
 from __future__ import annotations
 
 import dataclasses
+import time
+from collections.abc import Sequence
 
 from jserve.cache.manager import CacheManager, Lease
-from jserve.scheduler.request import Request, Row
+from jserve.scheduler.request import Request, Row, SchedulerSettings
 from jserve.scheduler.rows import Grant
+from jserve.scheduler.sliding import WindowBudget
 
 
 @dataclasses.dataclass(slots=True)
@@ -24,14 +27,17 @@ class Admission:
     input_left: int  # of the step, once it has a prompt
     chunk_left: int  # of the step, decode rows included
     reserved: float  # what running requests are expected to need still
+    requests_left: int  # prompts that the step may still take in
     alone: bool  # no request is on the device: the first need not leave room for its output
+    windows: Sequence[WindowBudget] = ()  # what the cache's groups have room for
     granted: bool = False
     no_room: bool = False  # one was refused for want of pages: ask when some are freed
 
     @property
     def closed(self) -> bool:
         """Nothing more fits into this step."""
-        return self.no_room or self.chunk_left <= 0 or (self.granted and self.input_left <= 0)
+        spent = self.granted and min(self.input_left, self.requests_left) <= 0
+        return self.no_room or self.chunk_left <= 0 or spent
 
     def carry_on(self, row: Row, begin: int) -> Grant | None:
         """The next chunk of the request that was cut; None while there is no page for it."""
@@ -44,14 +50,23 @@ class Admission:
 
     def admit(self, request: Request) -> Grant | None:
         """A first chunk, its prefix locked; None: no more requests in this step."""
+        started = time.perf_counter()
+        grant = self._offer(request)
+        request.cache_seconds += time.perf_counter() - started
+        return grant
+
+    def _offer(self, request: Request) -> Grant | None:
         tokens = request.tokens()
-        lease = self.cache.open(tokens, request.namespace, request.max_match)
+        prefix = (request.namespace, request.max_match, request.submit.priority or 0)
+        lease = self.cache.open(tokens, *prefix)
         begin, total = lease.num_pages * self.page_size, len(tokens)
         extend = total - begin
-        need = extend + request.tokens_to_come + self.page_size
-        free = self.cache.available_pages * self.page_size
-        self.no_room = self._ceil(extend) > free if self.alone else need >= free - self.reserved
+        free = self.cache.full_pages * self.page_size
+        reserved = None if self.alone else self.reserved
+        self.no_room = not has_room(request, extend, free, reserved, self.page_size)
         over = self.granted and self._ceil(extend) >= self.input_left
+        for window in self.windows:  # rows that slide make room: it asks again in the next step
+            over |= not window.admit(request, extend, self._cut(extend), self.alone)
         length = 0 if self.no_room or over else self._cut(extend)
         if not length:
             self.cache.release(lease)
@@ -65,6 +80,7 @@ class Admission:
         lease.extend(pages)
         self.input_left -= used
         self.chunk_left -= used
+        self.requests_left -= 1
         if end == total:
             self.reserved += self.page_size + request.tokens_to_come
         else:
@@ -79,3 +95,19 @@ class Admission:
 
     def _ceil(self, tokens: int) -> int:
         return -(-tokens // self.page_size) * self.page_size
+
+
+def prompt_budget(settings: SchedulerSettings, num_decode: int) -> int:
+    """Prompt tokens of a step with `num_decode` decode rows, whose next token waits for it."""
+    size = settings.chunked_prefill_size
+    if num_decode:
+        size = min(size, max(settings.mixed_chunk_size, num_decode + settings.page_size))
+    return size - num_decode
+
+
+def has_room(request: Request, extend: int, free: int, reserved: float | None, page: int) -> bool:
+    """Whether `free` tokens hold `extend` prompt tokens and what comes after them, beside what is
+    `reserved` for running requests. None: there are none, and its output need not fit yet."""
+    if reserved is None:
+        return extend <= free
+    return extend + request.tokens_to_come + page < free - reserved

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jserve.cache.manager import CacheManager
 from jserve.plan import Kind, Score, StepPlan
 from jserve.scheduler.roster import SlotTable
 from jserve.scheduler.rows import Chunk, DecodeRows
@@ -17,7 +18,7 @@ def assemble(
     chunks: Sequence[Chunk],
     score: Score | None,
     table: SlotTable,
-    page_size: int,
+    cache: CacheManager,
 ) -> StepPlan:
     """The plan of a step whose lengths the table has already advanced. All arrays are fresh."""
     n = len(decode.rows)
@@ -32,7 +33,7 @@ def assemble(
         grant = chunk.grant
         end = at + grant.end - grant.begin
         token_ids[at:end] = chunk.row.tokens[grant.begin : grant.end]
-        new_pages[at:end:page_size] = grant.pages  # chunks begin at a page
+        new_pages[at : end : cache.page_size] = grant.pages  # chunks begin at a page
         at = end
     sampling = slots[samples]
     return StepPlan(
@@ -46,6 +47,7 @@ def assemble(
         num_decode_rows=n,
         token_ids=token_ids,
         new_pages=new_pages,
+        group_new_pages=tuple(group.of[new_pages] for group in cache.groups),
         full_sampler=bool(table.full_sampler[sampling].any()),
         logprobs=bool(table.logprobs[sampling].any()),
         edits=tuple(c.edit for c in chunks if c.edit is not None),

@@ -16,6 +16,8 @@ def check_slots(roster: Roster, settings: SchedulerSettings) -> None:
     counts = (len(roster.requests), len(roster.waiting), len(residents))
     assert counts[0] == counts[1] + counts[2], f"requests, waiting, with a slot: {counts}"
     assert all(request.row is None for request in roster.waiting), "a waiting request has a slot"
+    places = [(request.rank, request.order) for request in roster.waiting]
+    assert places == sorted(places), f"the queue is out of order: {places}"
     for row in residents:
         needed = -(-int(roster.table.kv_len[row.slot]) // settings.page_size)
         assert row.alive and row.request.row is row, row.request.rid

@@ -4,18 +4,29 @@ requests through the roster; a plain request that ends by itself never comes her
 
 from __future__ import annotations
 
-import bisect
+from collections.abc import Callable
 
 import numpy as np
 
 from jserve.cache.manager import CacheManager
+from jserve.errors import JserveError
 from jserve.scheduler.request import Request, Row
 from jserve.scheduler.roster import Roster
 from jserve.types import Abort, FinishReason
 
-#: Decode steps for which a retraction makes room, per remaining request, when it sets the new-token
-#: ratio anew.
+#: Decode steps for which a retraction makes room, per remaining request: it evicts so many tokens,
+#: and sets the new-token ratio anew for them.
 RETRACT_STEPS = 20
+
+#: Who stays longest when pages run out, by --retraction-policy: the greatest goes first.
+RETRACTION_ORDERS: dict[str, Callable[[Row], tuple[int, ...]]] = {
+    "length": lambda row: (-len(row.request.output_ids), len(row.request.prompt)),
+    "priority": lambda row: (
+        row.request.rank,
+        -len(row.request.output_ids),
+        len(row.request.prompt),
+    ),
+}
 
 
 def abort_requests(roster: Roster, abort: Abort) -> None:
@@ -46,18 +57,16 @@ def make_room(
     rows, slots = roster.live_rows()
     if len(rows) < len(roster.running):  # a launch in flight brings pages back: wait for it
         return (), slots[:0], ratio
-    left = sorted(
-        roster.residents,
-        key=lambda row: (-len(row.request.output_ids), len(row.request.prompt)),
-    )
+    left = sorted(roster.residents, key=RETRACTION_ORDERS[roster.settings.retraction_policy])
     while np.count_nonzero(table.kv_len[slots] % cache.page_size == 0) > cache.available_pages:
         row = left.pop()
         if left:
-            _retract(roster, cache, row)
+            _retract(roster, cache, row, -(-len(left) * RETRACT_STEPS // cache.page_size))
         elif table.planned[row.slot] > len(row.request.output_ids):
             return (), slots[:0], ratio  # the token in flight may end it
         else:
-            _fail(roster, row.request, "The KV cache is out of memory for the last request.")
+            message = "The KV cache is out of memory for the last request."
+            abort(roster, row.request, JserveError(message))
         rows, slots = roster.live_rows()
     if left:
         longest = sum(row.request.limit for row in left)
@@ -69,21 +78,37 @@ def make_room(
 def requeue_residents(roster: Roster) -> None:
     """The cache was reset and with it every lease: all wait again, or fail the second time."""
     residents = roster.residents
+    roster.waiting = [request for request in roster.waiting if request.row is None]  # amid a plan
     for row in residents:
         _wait_again(roster, row)
+    roster.free_slots[:] = range(roster.settings.num_slots - 1, -1, -1)  # one that was lost, too
     for row in residents:
         row.request.num_resets += 1
         if row.request.num_resets > 1:
             message = "The device failed twice while this request was running."
-            _fail(roster, row.request, message)
+            abort(roster, row.request, JserveError(message))
 
 
-def _retract(roster: Roster, cache: CacheManager, row: Row) -> None:
-    """Take a request off the device for want of pages; later it draws the same tokens again."""
-    request, totals = row.request, roster.totals
+def requeue(roster: Roster, cache: CacheManager, row: Row) -> None:
+    """Take a request off the device; later it draws the same tokens again. Of its KV the tree keeps
+    the prompt, or what it had when it came."""
     cache.release(row.lease)
     _wait_again(roster, row)
-    request.num_retractions += 1
+    row.request.num_retractions += 1
+
+
+def abort(roster: Roster, request: Request, error: JserveError) -> None:
+    """End a request through no fault of its own."""
+    message, status, kind = str(error), error.status_code, error.err_type
+    finish = FinishReason(type="abort", message=message, status_code=status, err_type=kind)
+    roster.end(request, finish)
+
+
+def _retract(roster: Roster, cache: CacheManager, row: Row, evict: int) -> None:
+    """Requeue for want of pages, and evict so many, that the others have some for a while."""
+    request, totals = row.request, roster.totals
+    requeue(roster, cache, row)
+    cache.evict(evict)
     totals["num_retracted_requests_total"] += 1
     totals["num_retracted_input_tokens_total"] += len(request.prompt)
     totals["num_retracted_output_tokens_total"] += len(request.output_ids)
@@ -92,13 +117,7 @@ def _retract(roster: Roster, cache: CacheManager, row: Row) -> None:
 def _wait_again(roster: Roster, row: Row) -> None:
     """A request that has lost its slot waits at its old place."""
     roster.vacate(row)
-    bisect.insort(roster.waiting, row.request, key=lambda waiting: waiting.order)
+    roster.queue(row.request)
     roster.full = False
     if row.request.logprobs is not None:
         row.request.logprobs.restart()
-
-
-def _fail(roster: Roster, request: Request, message: str) -> None:
-    """End a request through no fault of its own."""
-    kind = "InternalServerError"
-    roster.end(request, FinishReason(type="abort", message=message, status_code=500, err_type=kind))

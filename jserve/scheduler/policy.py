@@ -1,12 +1,13 @@
 """In which order waiting requests are offered to admission: one function a policy, chosen by name
 at construction.
 
-A policy reads the queue (in order of arrival) and the cache, changes neither, and decides nothing
-about room.
+A policy reads the queue (by rank, then in order of arrival) and the cache, changes neither, and
+decides nothing about room. Ranks, i.e. priorities, go with fcfs and lof only.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
@@ -23,6 +24,8 @@ MAX_MATCHED_QUEUE = 128
 #: Tokens: with less than this cached, look for a waiting sibling; with at least this shared, let
 #: the sibling go first.
 SIBLING_PREFIX = 32
+#: What is cached orders only requests that fewer than so many later arrivals have overtaken.
+MAX_OVERTAKEN = 256
 
 
 def _longest_prefix(
@@ -54,7 +57,9 @@ def _longest_prefix(
 def _dfs_weight(
     waiting: Sequence[Request], cache: CacheManager, rng: np.random.Generator
 ) -> list[Request]:
-    """Depth first through the tree, into the subtree with the most waiting requests first."""
+    """Depth first through the tree, into the subtree with the most waiting requests first; whoever
+    ends at a node comes after those who end below it, so what nobody has cached comes last.
+    """
     at: defaultdict[Node, list[Request]] = defaultdict(list)
     weights: Counter[Node] = Counter()
     for request in waiting:
@@ -64,21 +69,20 @@ def _dfs_weight(
         while step is not None:
             weights[step] += 1
             step = step.parent
-    order: list[Request] = []
+    groups: list[list[Request]] = []  # the last first
     stack = [cache.tree.root]
     while stack:
         node = stack.pop()
-        order += at.get(node, [])
-        stack += sorted(
-            (n for n in node.children.values() if n in weights), key=weights.__getitem__
-        )
-    return order
+        groups.append(at.get(node, []))
+        below = [child for child in node.children.values() if child in weights]
+        stack += sorted(below, key=lambda child: -weights[child])
+    return [request for group in reversed(groups) for request in group]
 
 
 def _longest_output(
     waiting: Sequence[Request], cache: CacheManager, rng: np.random.Generator
 ) -> list[Request]:
-    return sorted(waiting, key=lambda request: -request.limit)
+    return sorted(waiting, key=lambda request: (request.rank, -request.limit))
 
 
 def _random(
@@ -87,10 +91,25 @@ def _random(
     return [waiting[i] for i in rng.permutation(len(waiting))]
 
 
+def _bounded(policy: Policy) -> Policy:
+    """`policy`, but whoever MAX_OVERTAKEN later arrivals could have overtaken comes first, in order
+    of arrival: else a stream of better matches would starve it.
+    """
+
+    def order(
+        waiting: Sequence[Request], cache: CacheManager, rng: np.random.Generator
+    ) -> list[Request]:
+        oldest = waiting[-1].order - MAX_OVERTAKEN
+        aged = bisect.bisect(waiting, oldest, key=lambda request: request.order)
+        return [*waiting[:aged], *policy(waiting[aged:], cache, rng)]
+
+    return order
+
+
 POLICIES: dict[str, Policy | None] = {
     "fcfs": None,  # the queue as it is
-    "lpm": _longest_prefix,
-    "dfs-weight": _dfs_weight,
+    "lpm": _bounded(_longest_prefix),
+    "dfs-weight": _bounded(_dfs_weight),
     "lof": _longest_output,
     "random": _random,
 }

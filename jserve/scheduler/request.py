@@ -9,6 +9,7 @@ budgets, plans.
 from __future__ import annotations
 
 import dataclasses
+import time
 
 import numpy as np
 
@@ -37,8 +38,13 @@ class Request:
     logprobs: Logprobs | None  # collects them, if any are wanted
     output_ids: list[int] = dataclasses.field(default_factory=list)
     row: Row | None = None  # None: waiting or over
+    rank: int = 0  # the smallest goes first; 0 for all unless priorities order the queue
+    since: float = 0.0  # scheduler clock: when it came to the queue, or to its slot
     seed: int | None = None  # drawn at the first admission
     queue_time: float = 0.0
+    cache_seconds: float = 0.0  # spent on matches and allocations when it was offered to admission
+    since_chunk: float = 0.0  # scheduler clock: when its last chunk was committed, or it was seated
+    num_chunks: int = 0  # committed
     cached_tokens: int = 0  # at the first admission
     num_retractions: int = 0
     num_resets: int = 0  # failed launches it was part of
@@ -51,8 +57,9 @@ class Request:
 
     @property
     def streams(self) -> bool:
-        """Whether a token must leave at once: for the client, or the search for stop strings."""
-        return self.submit.stream or bool(self.submit.sampling.stop)
+        """Whether a token must leave at once: for the client, or the search for stops in text."""
+        sampling = self.submit.sampling
+        return self.submit.stream or bool(sampling.stop or sampling.stop_regex)
 
     @property
     def namespace(self) -> Namespace:
@@ -70,6 +77,18 @@ class Request:
         return most if first is None else min(most, max(first - 1, 0))
 
     @property
+    def greedy(self) -> bool:
+        return self.submit.sampling.temperature < 1e-6 or self.submit.sampling.top_k == 1
+
+    @property
+    def needs_full_sampler(self) -> bool:
+        """Whether it needs more than argmax of its logits."""
+        params = self.submit.sampling
+        penalties = (params.frequency_penalty, params.presence_penalty, params.repetition_penalty)
+        changed = bool(params.logit_bias) or params.min_new_tokens > 0
+        return not self.greedy or penalties != (0.0, 0.0, 1.0) or changed
+
+    @property
     def tokens_to_come(self) -> int:
         return min(self.limit - len(self.output_ids), MAX_RESERVED_TOKENS)
 
@@ -84,7 +103,7 @@ class Request:
         assert self.seed is not None, self.rid
         return SlotSampling(
             seed=self.seed,
-            temperature=0.0 if sampling.greedy else sampling.temperature,
+            temperature=0.0 if self.greedy else sampling.temperature,
             top_p=sampling.top_p,
             min_p=sampling.min_p,
             frequency_penalty=sampling.frequency_penalty,
@@ -104,6 +123,7 @@ class Request:
         self.num_sent = len(self.output_ids)
         return Delta(
             rid=self.submit.rid,
+            turn=self.submit.turn,
             token_ids=new_ids,
             finish=finish,
             prompt_tokens=len(self.prompt),
@@ -113,7 +133,10 @@ class Request:
             logprobs=None if logprobs is None else logprobs.take(new_ids),
             input_logprobs=None if logprobs is None else logprobs.take_scores(),
             queue_time=self.queue_time,
+            cache_seconds=self.cache_seconds,
+            num_steps=self.num_chunks + max(len(self.output_ids) - 1 - self.num_retractions, 0),
             prefill_finished=self.prefill_finished,
+            ended=0.0 if finish is None else time.time(),
         )
 
 

@@ -15,23 +15,28 @@ from typing import cast
 import numpy as np
 
 from jserve.cache.manager import CacheManager
-from jserve.errors import QueueFullError, RequestError
+from jserve.errors import RequestError
 from jserve.plan import SampledLogprobs, StepOutcome, StepPlan
-from jserve.scheduler.admission import Admission
+from jserve.scheduler.admission import Admission, prompt_budget
 from jserve.scheduler.assembly import assemble
 from jserve.scheduler.integrity import check_slots
-from jserve.scheduler.interruption import abort_requests, make_room, requeue_residents
+from jserve.scheduler.interruption import make_room
 from jserve.scheduler.policy import POLICIES
+from jserve.scheduler.priority import displace, make_rank
 from jserve.scheduler.request import Request, Row, SchedulerSettings, make_request
 from jserve.scheduler.roster import Roster
 from jserve.scheduler.rows import NO_DECODE, Chunk, DecodeRows
 from jserve.scheduler.scoring import keep_scores, plan_scores
+from jserve.scheduler.sliding import WindowBudget
 from jserve.scheduler.statistics import measure
-from jserve.types import Abort, Delta, FinishReason, Submit
+from jserve.scheduler.supervisor import Supervisor
+from jserve.scheduler.upkeep import make_upkeep
+from jserve.types import Delta, FinishReason, Submit
 
 
 class Scheduler:
-    """Requests in, StepPlans out; StepOutcomes in, Deltas out. One thread calls it."""
+    """Requests in, StepPlans out; StepOutcomes in, Deltas out. One thread calls it. What is done to
+    requests from outside is supervisor.py's."""
 
     def __init__(
         self,
@@ -40,17 +45,21 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         assert settings.page_size == cache.page_size, f"{settings.page_size=} {cache.page_size=}"
-        self.settings = settings
-        self.cache = cache
-        self._clock = clock
-        self._roster = Roster(settings, cache)
+        self.settings, self.cache = settings, cache
+        self._roster = Roster(settings, cache, clock)
         self._table = self._roster.table
         self._order_by = POLICIES[settings.policy]
+        self._rank = make_rank(settings) or (lambda priority: 0)
         self._shuffles = np.random.default_rng((settings.seed + 1) % 2**63)
         self._initial_ratio = min(0.7 * settings.schedule_conservativeness, 1.0)
         self._ratio = self._initial_ratio  # of their limits that running requests will use
-        self._num_arrived = self._step = self._in_flight = 0
+        self._num_arrived = self._step = 0
         self._hit_rate = 0.0
+        self._upkeep = make_upkeep(self._roster, cache, lambda: self._ratio)
+        self.drain, outside = self._roster.drain, Supervisor(self._roster, cache)
+        self.abort, self.pause, self.resume = outside.abort, outside.pause, outside.resume
+        self.flush_cache = outside.flush_cache
+        self.reset_device, self.rebuild = outside.reset_device, outside.rebuild
 
     @property
     def has_work(self) -> bool:
@@ -59,27 +68,33 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """No request and no launch in flight: the time to check integrity."""
-        return not self.has_work and not self._in_flight
+        """Nothing to plan (no request, or a pause) or in flight: the time to check integrity."""
+        return not self._roster.num_in_flight and (not self.has_work or self.paused)
+
+    @property
+    def paused(self) -> bool:
+        """Nothing is planned; requests that come wait."""
+        return self._roster.paused_at is not None
 
     def submit(self, submit: Submit) -> None:
         """Queue one sequence; RequestError when it can never run, QueueFullError when too many."""
         if submit.rid in self._roster.requests:
             raise RequestError(f"rid {submit.rid!r} is in use by an unfinished request.", "rid")
-        capacity = self.cache.total_pages * self.settings.page_size
-        request = make_request(submit, self.settings, capacity, self._num_arrived, self._clock())
+        capacity, now = self.cache.total_pages * self.settings.page_size, self._roster.clock()
+        request = make_request(submit, self.settings, capacity, self._num_arrived, now)
+        request.rank = self._rank(submit.priority)
         most = self.settings.max_queued
         if most is not None and len(self._roster.waiting) >= most:
-            raise QueueFullError("The request queue is full.")
+            displace(self._roster, request)
         self._num_arrived += 1
         self._roster.add(request)
 
-    def abort(self, abort: Abort) -> None:
-        """End the requests that it names; their pages and slots are free at once."""
-        abort_requests(self._roster, abort)
-
     def plan(self) -> StepPlan | None:
         """The next step, None when there is nothing to launch. The caller launches every plan."""
+        if self.paused:
+            return None
+        for duty in self._upkeep:
+            duty()
         room = self.settings.chunked_prefill_size - len(self._roster.running)
         if self.settings.mixed and room >= self.settings.page_size:
             decode = self._plan_decode()
@@ -93,24 +108,24 @@ class Scheduler:
             return None
         scores = any(chunk.row.request.score_from is not None for chunk in chunks)
         score = plan_scores(len(decode.rows), chunks) if scores else None
-        plan = assemble(self._step, decode, chunks, score, self._table, self.settings.page_size)
+        plan = assemble(self._step, decode, chunks, score, self._table, self.cache)
         for chunk in chunks:  # other requests may use this KV from the next step on
             self.cache.commit(chunk.row.lease, chunk.row.tokens[: chunk.grant.end])
         self._step += 1
-        self._in_flight += 1
-        most = self.settings.lookahead + 1
-        assert self._in_flight <= most, f"{self._in_flight=} launches, at most {most=}"
+        self._roster.num_in_flight += 1
+        num, most = self._roster.num_in_flight, self.settings.lookahead + 1
+        assert num <= most, f"{num=} launches in flight, at most {most=}"
         return plan
 
     def commit(self, plan: StepPlan, outcome: StepOutcome) -> list[Delta]:
         """Take in the oldest launch's tokens; → its Deltas and those of what has ended since."""
-        self._in_flight -= 1
+        self._roster.num_in_flight -= 1
         rows, first_chunk = cast(tuple[Row, ...], plan.rows), plan.num_decode_rows
         if outcome.score is not None:
             keep_scores(rows, plan, outcome.score)
         for row, kv_len in zip(rows[first_chunk:], plan.kv_lens[first_chunk:], strict=True):
-            if row.alive and kv_len == len(row.tokens):
-                self._roster.finish_prompt(row.request)
+            if row.alive:
+                self._roster.finish_chunk(row.request, bool(kv_len == len(row.tokens)))
         sampling = rows if plan.samples.all() else [rows[r] for r in np.flatnonzero(plan.samples)]
         tokens = outcome.token_ids.tolist()
         for index, (row, token) in enumerate(zip(sampling, tokens, strict=True)):
@@ -118,31 +133,10 @@ class Scheduler:
                 self._accept(row.request, token, outcome.logprobs, index)
         return self.drain()
 
-    def drain(self) -> list[Delta]:
-        """Deltas that are due without a step: of requests that were aborted or have failed."""
-        deltas, self._roster.outbox = self._roster.outbox, []
-        return deltas
-
-    def flush_cache(self) -> bool:
-        """Forget all cached prefixes; refused (False) while there is any request."""
-        return not self.has_work and self.cache.flush()
-
-    def reset_device(self) -> list[Delta]:
-        """After a failed launch KV and slots are gone: who was running waits again, once."""
-        self.cache.reset()
-        self._in_flight = 0
-        requeue_residents(self._roster)
-        return self.drain()
-
     def stats(self) -> dict[str, float]:
         """Gauges and counters under the contract's metric names, without prefix."""
-        return {
-            **measure(self.cache, self._roster),
-            "cache_hit_rate": self._hit_rate,
-            "new_token_ratio": self._ratio,
-            "context_len": self.settings.context_length,
-            "steps_total": self._step,
-        }
+        own = {"cache_hit_rate": self._hit_rate, "new_token_ratio": self._ratio}
+        return {**measure(self.cache, self._roster), **own, "steps_total": self._step}
 
     def check_integrity(self) -> None:
         """Raise AssertionError when a page, a lock or a slot has no owner or two."""
@@ -156,7 +150,7 @@ class Scheduler:
         starting = np.flatnonzero(table.kv_len[slots] % page_size == 0)
         pressed = len(starting) > self.cache.available_pages
         if pressed:
-            self.cache.allocator_failures += 1
+            self.cache.counters.allocator_failures += 1
             rows, slots, self._ratio = make_room(self._roster, self.cache, self._ratio)
             starting = np.flatnonzero(table.kv_len[slots] % page_size == 0)
         elif rows:  # it falls to 14 % in 600 steps
@@ -180,15 +174,18 @@ class Scheduler:
         row, new = roster.chunked, roster.waiting and roster.free_slots and not roster.full
         if row is None and not new:
             return []
+        table, slots = self._table, roster.live_rows()[1]
         admission = Admission(
             self.cache,
             settings.page_size,
             input_left=settings.max_prefill_tokens - num_decode,
-            chunk_left=settings.chunked_prefill_size - num_decode,
-            reserved=self._table.reserve(roster.live_rows()[1], self._ratio),
+            requests_left=settings.prefill_max_requests or settings.num_slots,
+            chunk_left=prompt_budget(settings, num_decode),
+            reserved=float(table.expected(slots, self._ratio).sum()),
             alone=not roster.residents,
+            windows=[WindowBudget.of(g, table, slots, self._ratio) for g in self.cache.groups],
         )
-        grant = None if row is None else admission.carry_on(row, int(self._table.kv_len[row.slot]))
+        grant = None if row is None else admission.carry_on(row, int(table.kv_len[row.slot]))
         chunks = [] if row is None or grant is None else [roster.advance(row, grant)]
         if new and not admission.closed:
             chunks += self._admit(admission)
@@ -196,7 +193,7 @@ class Scheduler:
 
     def _admit(self, admission: Admission) -> list[Chunk]:
         """First chunks of waiting requests, in the policy's order."""
-        roster, now, first, chunks = self._roster, self._clock(), [], []
+        roster, first, chunks = self._roster, [], []
         order_by, queue = self._order_by, roster.waiting
         for request in order_by(queue, self.cache, self._shuffles) if order_by else queue:
             if admission.closed or not roster.free_slots:
@@ -204,13 +201,14 @@ class Scheduler:
             grant = admission.admit(request)
             if grant is None:
                 break
-            chunks.append(roster.seat(request, grant, now))
+            chunks.append(roster.seat(request, grant))
             if not request.num_retractions:
                 first.append(grant)
         if first:
             self._hit_rate = sum(g.begin for g in first) / sum(g.end for g in first)
         roster.full = admission.no_room
-        roster.waiting = [request for request in queue if request.row is None]
+        for chunk in chunks:
+            roster.unqueue(chunk.row.request)
         return chunks
 
     def _accept(

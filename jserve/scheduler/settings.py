@@ -17,8 +17,19 @@ class SchedulerSettings:
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
     mixed: bool = True  # prompt chunks share a step with decode rows
+    mixed_chunk_size: int = 512  # such a step's budget for both, a page of prompt at least
     policy: str = "fcfs"
     schedule_conservativeness: float = 1.0
     max_queued: int | None = None
+    prefill_max_requests: int | None = None  # prompts in a step
+    enable_priority_scheduling: bool = False
+    schedule_low_priority_values_first: bool = False
+    default_priority_value: int | None = None  # None: a request without one comes last
+    abort_on_priority_when_disabled: bool = False
+    disable_priority_preemption: bool = False
+    priority_scheduling_preemption_threshold: int = 10
+    retraction_policy: str = "length"
+    req_waiting_timeout: float | None = None  # seconds
+    req_running_timeout: float | None = None  # seconds
     lookahead: int = 1  # launches that may be in flight when the next plan is made
     seed: int = 0

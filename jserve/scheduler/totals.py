@@ -4,7 +4,10 @@ from __future__ import annotations
 
 TOTALS = (
     *("num_requests_total", "num_aborted_requests_total", "prompt_tokens_total"),
-    *("cached_tokens_total", "generation_tokens_total", "prefill_tokens_total"),
+    *("cached_tokens_total", "uncached_tokens_total"),  # at first admissions
+    *("generation_tokens_total", "prefill_tokens_total"),
     *("num_prefill_chunks_total", "num_chunked_requests_total", "num_retracted_requests_total"),
     *("num_retracted_input_tokens_total", "num_retracted_output_tokens_total"),
+    *("num_preempted_requests_total", "num_waiting_timeouts_total", "num_running_timeouts_total"),
+    "integrity_failures_total",
 )
