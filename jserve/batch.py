@@ -26,9 +26,12 @@ TOP_K, MIN_NEW_TOKENS = range(2)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallContext:
-    """One forward call; `meta` describes the ragged rows, built once and shared by all layers."""
+    """One forward call; `meta` describes the ragged rows, built once and shared by all layers, but
+    those of a cache group: they have one of `group_metas`, which differs in pages.
+    """
 
     meta: AttentionMeta
+    group_metas: tuple[AttentionMeta, ...] = ()
 
 
 @jax.tree_util.register_dataclass
@@ -58,6 +61,7 @@ class SlotState:
     page_table: jax.Array  # int32[S, P]
     counts: jax.Array  # int16[S, V] generated tokens; right only for slots with a penalty
     params: SlotParams
+    group_tables: tuple[jax.Array, ...] = ()  # int32[S, P] of each cache group
 
 
 @jax.tree_util.register_dataclass

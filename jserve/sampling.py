@@ -12,12 +12,15 @@ normaliser, 1 at the best token.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jserve import batch
 from jserve.batch import SlotParams
+from pallas_kernels import filter_search
 
 LANES = 128
 _GREEDY_BELOW = 1e-6  # temperatures under this are greedy, and their log-probabilities are unscaled
@@ -43,7 +46,7 @@ def sample(
     index: jax.Array,
     mask: jax.Array,
     *,
-    skip_idle_filters: bool,
+    platform: str,
 ) -> tuple[jax.Array, jax.Array]:
     """The full sampler: tokens int32[N] (−1: no finite best logit), distance float32 [N, V].
 
@@ -52,18 +55,16 @@ def sample(
         counts: int16 [N, V], how often the request has generated each token.
         index: int32[N], how many tokens it has generated.
         mask: int32 [N, ceil(V / 32)], bit i of word j allows token 32 · j + i.
-        skip_idle_filters: run the top-k/top-p search only when a row asks for it. A loop whose
-            length depends on data stalls a GPU's dispatching thread, so only CPU sets it.
+        platform: cpu, gpu or tpu; how top-k and top-p are searched for depends on it.
     """
     logits = constrain(logits, params, counts, index, mask)
     distance = distances(logits, params)
     with jax.named_scope("filter"):
-        weights = filtered(distance, params, skip_idle_filters)
+        weights = filtered(distance, params, platform)
     with jax.named_scope("draw"):
         drawn = draw(weights, uniform(params.seed, index))
-    greedy = (params.floats[:, batch.TEMPERATURE] < _GREEDY_BELOW) | (
-        params.ints[:, batch.TOP_K] == 1
-    )
+    temperature, top_k = params.floats[:, batch.TEMPERATURE], params.ints[:, batch.TOP_K]
+    greedy = (temperature < _GREEDY_BELOW) | (top_k == 1)
     tokens = jnp.where(greedy, argmax(logits), drawn)
     return jnp.where(jnp.isfinite(jnp.max(logits, axis=1)), tokens, -1), distance
 
@@ -98,7 +99,7 @@ def distances(logits: jax.Array, params: SlotParams) -> jax.Array:
     return (jnp.max(logits, axis=1, keepdims=True) - logits) / temperature
 
 
-def filtered(distance: jax.Array, params: SlotParams, skip_idle: bool = False) -> jax.Array:
+def filtered(distance: jax.Array, params: SlotParams, platform: str) -> jax.Array:
     """p = exp(−distance), 0 where top_k, top_p or min_p drops the token. [N, V] → [N, B, 128].
 
     In descending order of p a token of rank i is dropped where i ≥ top_k, where the sum before it
@@ -107,10 +108,21 @@ def filtered(distance: jax.Array, params: SlotParams, skip_idle: bool = False) -
     top_k and sum(p[distance < t]) ≤ top_p · sum(p): both sides grow with t, and distances are ≥ 0,
     so their bits order like integers and t is built bit by bit from the top.
     """
+    top_k, top_p = params.ints[:, batch.TOP_K], params.floats[:, batch.TOP_P]
+    search = filter_search.limits if platform == "gpu" else functools.partial(_limits, platform)
+    limit = search(distance, top_k, top_p)[:, None, None]
+    distance = blocks(distance, jnp.inf)
+    p = jnp.exp(-distance)
+    kept = lax.bitcast_convert_type(distance, jnp.int32) <= limit
+    return jnp.where(kept & (p >= params.floats[:, batch.MIN_P, None, None]), p, 0.0)
+
+
+def _limits(platform: str, distance: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+    """As filter_search.limits. Only CPU skips an idle search: elsewhere a loop whose length depends
+    on data stalls the dispatching thread."""
     distance = blocks(distance, jnp.inf)
     bits = lax.bitcast_convert_type(distance, jnp.int32)
     p = jnp.exp(-distance)
-    top_k, top_p = params.ints[:, batch.TOP_K], params.floats[:, batch.TOP_P]
     # Summed in the order of the search, so that a subset never sums to more than the whole.
     budget = top_p * jnp.sum(lax.optimization_barrier(jnp.sum(p, axis=1)), axis=1)
 
@@ -127,11 +139,9 @@ def filtered(distance: jax.Array, params: SlotParams, skip_idle: bool = False) -
 
     vocab_limit = distance.shape[1] * LANES
     idle = (top_k >= vocab_limit) & (top_p >= 1.0)
-    steps = jnp.where(jnp.all(idle), 0, 31) if skip_idle else 31
+    steps = jnp.where(jnp.all(idle), 0, 31) if platform == "cpu" else 31
     limit = lax.fori_loop(0, steps, add_bit, jnp.zeros(distance.shape[0], jnp.int32))
-    limit = jnp.where(idle, jnp.int32(0x7F7FFFFF), limit)
-    kept = (bits <= limit[:, None, None]) & (p >= params.floats[:, batch.MIN_P, None, None])
-    return jnp.where(kept, p, 0.0)
+    return jnp.where(idle, jnp.int32(filter_search.NO_LIMIT), limit)
 
 
 def uniform(seed: jax.Array, output_index: jax.Array) -> jax.Array:

@@ -22,7 +22,8 @@ from sharding.rules import Rules
 
 
 class Attention(nnx.Module):
-    """`op` is pallas_kernels.attention.attend with this layer's static arguments."""
+    """`op` is attend of pallas_kernels.attention with this layer's static arguments; where `fused`,
+    attend_projection of pallas_kernels.qkv_write."""
 
     def __init__(
         self,
@@ -34,29 +35,36 @@ class Attention(nnx.Module):
         num_kv_heads: int,
         head_dim: int,
         op: Callable[..., tuple[jax.Array, KVLayer]],
+        fused: bool,
         rules: Rules,
     ) -> None:
         self.qkv, self.output, self.q_norm, self.k_norm = qkv, output, q_norm, k_norm
-        self.num_kv_heads, self.head_dim, self.op, self.rules = num_kv_heads, head_dim, op, rules
+        self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
+        self.op, self.fused, self.rules = op, fused, rules
 
     def __call__(
         self, x: jax.Array, kv_layer: KVLayer, angles: Rotary, context: CallContext
     ) -> tuple[jax.Array, KVLayer]:  # x [T, C]
         tokens, head_dim = x.shape[0], self.head_dim
         fused = self.qkv(x).reshape(tokens, self.num_kv_heads, -1, head_dim)  # [T, K, G + 2, D]
-        q, k, v = fused[:, :, :-2], fused[:, :, -2], fused[:, :, -1]
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q = rotate(q, angles).reshape(tokens, -1, head_dim)
         # Inside shard_map an implementation sees one device's heads and nothing of the mesh.
         heads, whole = self.rules.spec((None, "kv_heads", None)), self.rules.spec(())
         pool = self.rules.spec((None, None, "kv_heads", None))
         layer = KVLayer(pool, None if kv_layer.v is None else pool, whole)  # type: ignore[arg-type]
+        if self.fused:
+            scales = tuple(n and n.weight[...] for n in (self.q_norm, self.k_norm))
+            inputs, specs = (fused, angles, scales), (heads, whole, whole)
+        else:
+            q, k, v = fused[:, :, :-2], fused[:, :, -2], fused[:, :, -1]
+            if self.q_norm is not None and self.k_norm is not None:
+                q, k = self.q_norm(q), self.k_norm(k)
+            q = rotate(q, angles).reshape(tokens, -1, head_dim)
+            inputs, specs = (q, rotate(k, angles), v), (heads, heads, heads)
         out, kv_layer = jax.shard_map(
             self.op,
             mesh=self.rules.mesh,
-            in_specs=(heads, heads, heads, layer, whole),
+            in_specs=(*specs, layer, whole),
             out_specs=(heads, layer),
             check_vma=False,
-        )(q, rotate(k, angles), v, kv_layer, context.meta)
+        )(*inputs, kv_layer, context.meta)
         return self.output(out.reshape(tokens, -1)), kv_layer

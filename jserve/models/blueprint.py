@@ -23,6 +23,7 @@ from jserve.layers.norm import RMSNorm
 from jserve.models.head_layout import HeadLayout
 from jserve.types import ModelConfig
 from jserve.weights.spec import Piece, WeightSpec
+from pallas_kernels import qkv_write
 from pallas_kernels.attention import attend
 from sharding.rules import Rules
 
@@ -79,8 +80,11 @@ class Blueprint:
             if config.qk_norm
         }
         scale = config.attention_scale
+        # Its kernel takes halves of a head as they lie, in blocks of a power of two.
+        fused = self.rules.platform == "gpu" and heads.head_dim & (heads.head_dim - 1) == 0
+        norm = {"eps": config.rms_norm_eps, "offset": self.norm_offset}
         op = functools.partial(
-            attend,
+            functools.partial(qkv_write.attend_projection, **norm) if fused else attend,
             scale=config.head_dim**-0.5 if scale is None else scale,
             window=window,
             soft_cap=config.attention_soft_cap,
@@ -95,6 +99,7 @@ class Blueprint:
             num_kv_heads=heads.num_kv_heads,
             head_dim=heads.head_dim,
             op=op,
+            fused=fused,
             rules=self.rules,
         )
 

@@ -36,13 +36,15 @@ class Model:
     ) -> None:
         self.config, self.cache, self._page_size = config, cache, page_size
         self.specs = _Part.split(decoder).specs
+        self._num_layers = tuple(shape.num_layers for shape in (cache, *cache.groups))
         self._embed = _Part.split(decoder.embed)
-        self._layers = tuple(_Part.split(block) for block in decoder.layers)
+        blocks, windows = [_Part.split(block) for block in decoder.layers], config.windows
+        self._layers = tuple(zip(windows, blocks, cache.places(windows), strict=True))
         self._norm = _Part.split(decoder.norm)
         self._head = _Part.split(decoder.head)
         self.head_params = tuple(spec.path for spec in self._head.specs)
         # Blocks of one window share a rope, and one jitted function, traced and lowered once.
-        kinds = dict(zip(config.windows, self._layers, strict=True))
+        kinds = dict(zip(windows, blocks, strict=True))
         self._runs = {w: jax.jit(part.run_block) for w, part in kinds.items()}
         local = config.rope_local or config.rope
         self._ropes = {
@@ -61,18 +63,22 @@ class Model:
         to be called inside jit. The pool is updated in place when the caller donates it.
         """
         assert kv.k.shape[1] == self._page_size, f"{kv.k.shape=} {self._page_size=}"
-        num_pages = kv.k.shape[0] // self.cache.num_layers
+        pools = [kv, *kv.groups]
+        contexts = [context, *(dataclasses.replace(context, meta=m) for m in context.group_metas)]
         with jax.named_scope("embed"):
             x = self._embed.merge(self._embed.leaves(params))(token_ids)
         positions = context.meta.positions
         angles = {window: rotary(positions, *rope) for window, rope in self._ropes.items()}
-        for index, (window, part) in enumerate(zip(self.config.windows, self._layers, strict=True)):
-            kv_layer = KVLayer(kv.k, kv.v, jnp.asarray(np.int32(index * num_pages)))
-            run = self._runs[window]
-            x, kv_layer = run(part.leaves(params), x, kv_layer, angles[window], context)
-            kv = KVPool(kv_layer.k, kv_layer.v)
+        for window, part, (group, layer) in self._layers:
+            pool = pools[group]
+            num_pages = pool.k.shape[0] // self._num_layers[group]
+            kv_layer = KVLayer(pool.k, pool.v, jnp.asarray(np.int32(layer * num_pages)))
+            arguments = (kv_layer, angles[window], contexts[group])
+            x, kv_layer = self._runs[window](part.leaves(params), x, *arguments)
+            pools[group] = KVPool(kv_layer.k, kv_layer.v)
         with jax.named_scope("norm"):
-            return self._norm.merge(self._norm.leaves(params))(x), kv
+            x = self._norm.merge(self._norm.leaves(params))(x)
+        return x, pools[0]._replace(groups=tuple(pools[1:]))
 
     def logits(self, params: Mapping[str, jax.Array], hidden: jax.Array) -> jax.Array:
         """float32 logits [N, V] of hidden states [N, C] that `forward` returned."""

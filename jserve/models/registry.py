@@ -8,6 +8,7 @@ from typing import Any
 
 from jserve.errors import ConfigError
 from jserve.models import gemma3, hf_llama, llama
+from jserve.models.architectures import find_architecture
 from jserve.models.blueprint import BlockFactory, Blueprint, Decoder
 from jserve.models.hf_config import common_config
 from jserve.models.model import Model
@@ -21,7 +22,6 @@ class Family:
     that configs omit.
     """
 
-    model_type: str
     adapt: Callable[[ModelConfig, Mapping[str, Any]], ModelConfig]
     block: BlockFactory = llama.LlamaBlock
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -30,7 +30,6 @@ class Family:
 
 
 _GEMMA3 = Family(
-    "gemma3_text",
     gemma3.adapt_gemma3,
     block=gemma3.Gemma3Block,
     defaults=gemma3.DEFAULTS,
@@ -38,14 +37,12 @@ _GEMMA3 = Family(
 )
 
 FAMILIES: Mapping[str, Family] = {
-    "LlamaForCausalLM": Family("llama", hf_llama.adapt_llama),
-    "MistralForCausalLM": Family("mistral", hf_llama.adapt_mistral),
-    "Qwen2ForCausalLM": Family("qwen2", hf_llama.adapt_qwen2),
-    "Qwen3ForCausalLM": Family("qwen3", hf_llama.adapt_qwen3),
+    "LlamaForCausalLM": Family(hf_llama.adapt_llama),
+    "MistralForCausalLM": Family(hf_llama.adapt_mistral),
+    "Qwen2ForCausalLM": Family(hf_llama.adapt_qwen2),
+    "Qwen3ForCausalLM": Family(hf_llama.adapt_qwen3),
     "Gemma3ForCausalLM": _GEMMA3,
-    "Gemma3ForConditionalGeneration": dataclasses.replace(
-        _GEMMA3, model_type="gemma3", prefix="language_model."
-    ),
+    "Gemma3ForConditionalGeneration": dataclasses.replace(_GEMMA3, prefix="language_model."),
 }
 
 
@@ -55,12 +52,14 @@ def parse_config(hf: Mapping[str, Any], generation: Mapping[str, Any] | None = N
     The architecture is the first known of `architectures`, or follows from `model_type`. Raises
     ConfigError that lists the known ones, or names the setting that is missing or unsupported.
     """
-    architecture = _architecture(hf)
+    architecture = find_architecture(hf)
     family = FAMILIES[architecture]
     # A multi-modal config keeps the language model's own settings one level down.
-    merged = {**family.defaults, **_present(hf), **_present(hf.get("text_config") or {})}
+    merged = {**family.defaults, **_present(hf), **_present(hf.get("text_config"))}
     config = family.adapt(common_config(architecture, merged, generation or {}), merged)
-    assert len(config.windows) == config.num_layers, f"{config.windows=} {config.num_layers=}"
+    if len(config.windows) != config.num_layers:
+        lengths = f"{len(config.windows)} layers, num_hidden_layers is {config.num_layers}"
+        raise ConfigError(f"the model's config: layer_types is of {lengths}")
     return config
 
 
@@ -71,29 +70,27 @@ def build_model(
     dtype: str,
     attention_backend: str | None,
     page_size: int,
+    hybrid: bool = False,
 ) -> Model:
-    """The model with its parameters described and none allocated. Raises ConfigError when it does
-    not fit the mesh.
+    """The model with its parameters described and none allocated; with `hybrid`, its layers with a
+    window are a cache group. Raises ConfigError when it does not fit the mesh.
     """
     family = FAMILIES[config.architecture]
     make = Blueprint(config, rules, dtype, attention_backend, family.norm_offset)
     cache = KVShape(config.num_layers, make.heads.num_kv_heads, config.head_dim)
+    windows = [window for window in config.windows if window is not None] if hybrid else []
+    if windows:
+        group = dataclasses.replace(cache, num_layers=len(windows), window=max(windows))
+        cache = dataclasses.replace(
+            cache, num_layers=config.num_layers - len(windows), groups=(group,)
+        )
     decoder = Decoder(make, family.block, family.prefix)
     return Model(config, decoder, cache, page_size=page_size)
 
 
-def _architecture(hf: Mapping[str, Any]) -> str:
-    named = hf.get("architectures") or ()
-    by_type = {family.model_type: name for name, family in FAMILIES.items()}
-    for name in named:
-        if name in FAMILIES:
-            return name
-    if not named and hf.get("model_type") in by_type:
-        return by_type[hf["model_type"]]
-    asked = ", ".join(named) or f"model_type {hf.get('model_type')!r}"
-    raise ConfigError(f"unknown architecture {asked}; known: {', '.join(FAMILIES)}")
-
-
-def _present(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _present(settings: Mapping[str, Any] | None) -> dict[str, Any]:
     """Null means absent in a config file."""
+    if not isinstance(settings, Mapping | None):
+        raise ConfigError(f"the model's config: text_config must be an object, is {settings!r}")
+    settings = settings or {}
     return {key: value for key, value in settings.items() if value is not None}

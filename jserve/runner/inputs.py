@@ -29,7 +29,7 @@ class StepFields(NamedTuple):
     sample_slots: Any  # [N]
     sample_index: Any  # [N]
     token_ids: Any  # [T]
-    new_pages: Any  # [T]
+    new_pages: Any  # [T · (1 + groups)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,11 +39,13 @@ class StepLayout:
     rows: int
     tokens: int
     num_slots: int
+    num_groups: int = 0
 
     @property
     def sizes(self) -> tuple[int, ...]:
         rows, tokens, slots = self.rows, self.tokens, self.num_slots
-        return (2, rows + 1, rows, rows, slots, slots, slots, tokens, tokens)
+        pages = tokens * (1 + self.num_groups)
+        return (2, rows + 1, rows, rows, slots, slots, slots, tokens, pages)
 
     @property
     def size(self) -> int:
@@ -58,7 +60,9 @@ class StepLayout:
         assert fits, f"{num_rows=} {num_tokens=} {self=}"
         # Packing would cast a wrong dtype silently, before a Compiled program could refuse it.
         arrays = (plan.slots, plan.q_lens, plan.kv_lens, plan.output_index, plan.token_ids)
-        dtypes = [array.dtype for array in (*arrays, plan.new_pages)]
+        new_pages = (plan.new_pages, *plan.group_new_pages)
+        assert len(new_pages) == 1 + self.num_groups, f"{len(new_pages)=} {self=}"
+        dtypes = [array.dtype for array in (*arrays, *new_pages)]
         assert all(dtype == np.int32 for dtype in dtypes), f"{dtypes=}"
         assert plan.samples.dtype == np.bool_, f"{plan.samples.dtype=}"
         packed = np.zeros(self.size, np.int32)
@@ -78,7 +82,7 @@ class StepLayout:
         fields.sample_slots[: len(sampling)] = plan.slots[sampling]
         fields.sample_index[: len(sampling)] = plan.output_index[sampling]
         fields.token_ids[:num_tokens] = plan.token_ids
-        fields.new_pages[:num_tokens] = plan.new_pages
+        fields.new_pages.reshape(-1, self.tokens)[:, :num_tokens] = new_pages
         return packed
 
 
@@ -93,7 +97,7 @@ class EditFields(NamedTuple):
     bias_ids: Any
     bias_values: Any
     logprob_ids: Any
-    pages: Any  # [E, P]
+    pages: Any  # [E, P · (1 + groups)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,11 +108,12 @@ class EditLayout:
     pages: int
     num_slots: int
     vocab: int
+    num_groups: int = 0
 
     @property
     def widths(self) -> tuple[int, ...]:
         lists = (MAX_STOP_TOKEN_IDS, MAX_LOGIT_BIAS, MAX_LOGIT_BIAS, MAX_LOGPROB_IDS)
-        return (1, 2, 6, 2, *lists, self.pages)
+        return (1, 2, 6, 2, *lists, self.pages * (1 + self.num_groups))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -140,7 +145,8 @@ class EditLayout:
         values = np.array(s.bias_values, np.float32)
         row.bias_values[: len(values)] = values.view(np.int32)
         row.logprob_ids[: len(s.logprob_ids)] = s.logprob_ids
-        row.pages[: len(edit.pages)] = edit.pages
+        tables = row.pages.reshape(-1, self.pages)
+        tables[:, : len(edit.pages)] = (edit.pages, *edit.group_pages)
 
 
 def _split(packed: Any, sizes: Sequence[int], columns: bool = False) -> list[Any]:

@@ -22,6 +22,8 @@ from jserve.runner.guard import CompileGuard
 
 logger = logging.getLogger("jserve.runner")
 
+Options = dict[str, Any]  # of XLA, for one program
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
@@ -52,7 +54,7 @@ class Manifest:
         required: Sequence[Program],
         others: Sequence[Program],
         guard: CompileGuard,
-        options: dict[str, str | bool] | None = None,
+        options: Callable[[Key], Options | None] = lambda _: None,
     ) -> None:
         self.ready: dict[Key, jax.stages.Compiled] = {}
         self.total = len(required) + len(others)
@@ -93,7 +95,7 @@ class Manifest:
 
     def _compile(self, key: Key, lowered: jax.stages.Lowered) -> None:
         try:
-            self.ready[key] = lowered.compile(compiler_options=self._options)
+            self.ready[key] = lowered.compile(compiler_options=self._options(key))
         except Exception:
             logger.warning("%s does not compile", key)  # others serve, if it was not required
             raise

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
 import jax
+
+from jserve.runner.window_share import WindowShare
 
 # The pool is a multiple of 1/64 of the device: its size is part of every compilation cache key.
 _GRAINS = 64
@@ -22,19 +25,31 @@ class DeviceMemory:
     state: int
     page: int  # one page of all layers, this device's heads
     temporaries: int = 0  # of the largest step, outputs included
+    shares: tuple[WindowShare, ...] = ()  # of the cache groups, whose layers `page` leaves out
+
+    def pool(self, num_pages: int) -> int:
+        """Bytes of a pool of that many pages, with those of its groups."""
+        groups = sum(share.pages(num_pages) * share.page_bytes for share in self.shares)
+        return num_pages * self.page + groups
 
     def num_pages(self, fraction: float) -> int:
         """Pages of a pool that with the weights fits `fraction`, and leaves room for a step."""
         assert self.limit is not None
         room = min(fraction * self.limit, (1 - _RESERVE) * self.limit - self.temporaries)
         grain = self.limit // _GRAINS
-        return max(0, int(room - self.weights - self.state) // grain * grain // self.page)
+        room = max(0, int(room - self.weights - self.state) // grain * grain)
+        return bisect.bisect_right(range(1, 1 << 40), room, key=self.pool)
 
     def table(self, num_pages: int, page_size: int) -> str:
         tokens = (num_pages - 1) * page_size
         rows = [
             ("weights", self.weights),
             (f"KV pool: {tokens} tokens in {num_pages - 1} pages", num_pages * self.page),
+            *(
+                (f"sliding-window pool: {pages - 1} pages", pages * share.page_bytes)
+                for share in self.shares
+                for pages in [share.pages(num_pages)]
+            ),
             ("slot state", self.state),
             ("step temporaries", self.temporaries),
         ]

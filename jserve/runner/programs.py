@@ -41,12 +41,12 @@ class Programs:
 
     def __init__(self, shapes: Shapes, buckets: Buckets) -> None:
         self.shapes, self.buckets = shapes, buckets
-        rows = min(EDIT_ROWS, buckets.num_slots)
-        self.edit_layout = EditLayout(rows, shapes.pages, buckets.num_slots, shapes.vocab)
+        rows, slots, groups = min(EDIT_ROWS, buckets.num_slots), buckets.num_slots, shapes.groups
+        self.edit_layout = EditLayout(rows, shapes.pages, slots, shapes.vocab, len(groups))
 
     def layout(self, mixed: bool, size: int) -> StepLayout:
         slots = self.buckets.num_slots
-        return StepLayout(slots if mixed else size, size, slots)
+        return StepLayout(slots if mixed else size, size, slots, len(self.shapes.groups))
 
     def forward(self, kind: Kind, size: int) -> Program:
         mixed, shapes = kind is Kind.MIXED, self.shapes
@@ -58,8 +58,8 @@ class Programs:
             named = dict(zip(shapes.params, params, strict=True))
             with jax.named_scope("inputs"):
                 max_q_len = None if mixed else 1
-                token_ids, meta, state = _unpack(layout, packed, state, shapes.page_size, max_q_len)
-            hidden, kv = shapes.model.forward(named, kv, CallContext(meta=meta), token_ids)
+                ids, context, state = _unpack(layout, packed, state, shapes.page_size, max_q_len)
+            hidden, kv = shapes.model.forward(named, kv, context, ids)
             fields = layout.split(packed)
             rows = hidden[fields.sample_tokens]
             return kv, state, Hidden(rows, hidden, fields.sample_slots, fields.sample_index)
@@ -84,14 +84,8 @@ class Programs:
             logits = self.logits(params, hidden[:rows], whole=full or logprobs)
             params_of_rows = jax.tree.map(lambda leaf: leaf[slots], state.params)
             if full:
-                tokens, distance = sampling.sample(
-                    logits,
-                    params_of_rows,
-                    state.counts[slots],
-                    output_index,
-                    mask[0],
-                    skip_idle_filters=shapes.rules.platform == "cpu",
-                )
+                operands = (logits, params_of_rows, state.counts[slots], output_index, mask[0])
+                tokens, distance = sampling.sample(*operands, platform=shapes.rules.platform)
                 counted = jnp.where(tokens < 0, shapes.vocab, tokens)
                 counts = state.counts.at[slots, counted].add(1, mode="drop")
                 state = dataclasses.replace(state, counts=counts)
@@ -125,9 +119,10 @@ class Programs:
         def edit(state: SlotState, packed: jax.Array) -> SlotState:
             fields = layout.split(packed)
             slots = fields.slot[:, 0]
+            page_table, *group_tables = jnp.split(fields.pages, 1 + layout.num_groups, axis=1)
             rows = SlotState(
                 last_token=jnp.zeros(layout.rows, jnp.int32),
-                page_table=fields.pages,
+                page_table=page_table,
                 counts=jnp.zeros((layout.rows, shapes.vocab), jnp.int16),
                 params=SlotParams(
                     seed=lax.bitcast_convert_type(fields.seed, jnp.uint32),
@@ -138,6 +133,7 @@ class Programs:
                     bias_values=lax.bitcast_convert_type(fields.bias_values, jnp.float32),
                     logprob_ids=fields.logprob_ids,
                 ),
+                group_tables=tuple(group_tables),
             )
 
             def write(i: jax.Array, state: SlotState) -> SlotState:
@@ -151,8 +147,8 @@ class Programs:
 
 def _unpack(
     layout: StepLayout, packed: jax.Array, state: SlotState, page_size: int, max_q_len: int | None
-) -> tuple[jax.Array, AttentionMeta, SlotState]:
-    """The upload → token ids, the attention's record, the state with its tables extended."""
+) -> tuple[jax.Array, CallContext, SlotState]:
+    """The upload → token ids, what attention needs to know, the state with its tables extended."""
     fields = layout.split(packed)
     rows, tokens = layout.rows, layout.tokens
     ends = fields.cu_q_lens[1:]
@@ -164,21 +160,25 @@ def _unpack(
     slots = fields.slots[row]
     page_index = positions // page_size
     outside = layout.num_slots + 1 + order  # dropped, each its own index
-    table = state.page_table.at[jnp.where(fields.new_pages > 0, slots, outside), page_index].set(
-        fields.new_pages, mode="drop", unique_indices=True
-    )
-    page_table = table[fields.slots]
-    write_slots = page_table[row, page_index] * page_size + positions % page_size
-    meta = AttentionMeta(
-        cu_q_lens=fields.cu_q_lens,
-        kv_lens=fields.kv_lens,
-        page_table=page_table,
-        positions=positions,
-        token_rows=token_rows,
-        write_slots=jnp.where(real, write_slots, 0),
-        distribution=fields.distribution,
-        max_q_len=max_q_len,
-    )
+    tables, metas = [], []
+    new_pages = jnp.split(fields.new_pages, 1 + layout.num_groups)
+    for table, new in zip((state.page_table, *state.group_tables), new_pages, strict=True):
+        at = jnp.where(new > 0, slots, outside), page_index
+        tables.append(table.at[at].set(new, mode="drop", unique_indices=True))
+        page_table = tables[-1][fields.slots]
+        write_slots = page_table[row, page_index] * page_size + positions % page_size
+        meta = AttentionMeta(
+            cu_q_lens=fields.cu_q_lens,
+            kv_lens=fields.kv_lens,
+            page_table=page_table,
+            positions=positions,
+            token_rows=token_rows,
+            write_slots=jnp.where(real, write_slots, 0),
+            distribution=fields.distribution,
+            max_q_len=max_q_len,
+        )
+        metas.append(meta)
     known = fields.token_ids >= 0
     token_ids = jnp.where(known, fields.token_ids, state.last_token[slots])
-    return token_ids, meta, dataclasses.replace(state, page_table=table)
+    state = dataclasses.replace(state, page_table=tables[0], group_tables=tuple(tables[1:]))
+    return token_ids, CallContext(metas[0], tuple(metas[1:])), state

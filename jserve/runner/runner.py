@@ -12,6 +12,7 @@ compilation. Knows no request; startup.py makes it.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 import jax
@@ -58,7 +59,7 @@ class Runner:
     Args:
         params: by WeightSpec.path, placed as the specs say.
         manifest: holds at least the required programs, compiled.
-        num_pages: of the pool, the trash page included.
+        num_pages: of the pool, the trash page included; `group_pages` are those of its groups.
 
     After an exception in launch, finish or read the donated arrays are gone: call `reset`.
     """
@@ -72,9 +73,11 @@ class Runner:
         num_pages: int,
     ) -> None:
         self.num_pages, self.guard = num_pages, guard
+        self.tokens: Counter[str] = Counter()  # of the steps launched, by kind
         self.manifest, self._programs = manifest, programs
         self._buckets, self._ready = programs.buckets, manifest.ready
         shapes = programs.shapes
+        self.group_pages = shapes.group_pages
         self._params = tuple(params[spec.path] for spec in shapes.model.specs)
         self._head_params = tuple(params[path] for path in shapes.model.head_params)
         self._no_mask = allow_everything(self._buckets.rows, shapes.vocab, shapes.replicated)
@@ -110,6 +113,9 @@ class Runner:
             if plan.score is not None:
                 keys = (key for key in keys if Key("score", key.size) in self._ready)
             key, forward = self._first_ready(keys)
+            kind = "mixed" if mixed else "decode"
+            self.tokens[f"bucket_real_tokens_total/{kind}"] += plan.num_tokens
+            self.tokens[f"bucket_padded_tokens_total/{kind}"] += key.size
             # A Compiled call uploads numpy itself, 0.3 ms sooner than a device_put before it.
             packed = self._programs.layout(mixed, key.size).pack(plan)
             self._kv, self._state, hidden = forward(self._params, self._kv, self._state, packed)

@@ -44,7 +44,7 @@ class Model(Protocol):
 class Shapes:
     """`hidden` is one row as the model returns it, `pages` what a slot's table holds.
 
-    `num_pages` of the pool counts the trash page.
+    `num_pages` of the pool, and `group_pages` of its groups' pools, count the trash page.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class Shapes:
         page_size: int,
         context_length: int,
         kv_dtype: str,
+        group_pages: tuple[int, ...] = (),
     ) -> None:
         self.model, self.rules, self.page_size = model, rules, page_size
         self.replicated = rules.sharding()
@@ -67,7 +68,8 @@ class Shapes:
             for s in model.specs
         }
         self.head_params = tuple(self.params[name] for name in model.head_params)
-        self.kv = pool_spec(model.cache, num_pages, page_size, kv_dtype, rules)
+        self.groups, self.group_pages = model.cache.groups, group_pages
+        self.kv = pool_spec(model.cache, num_pages, page_size, kv_dtype, rules, group_pages)
         self.pages = math.ceil(context_length / page_size) + 1
         self.hidden, self.vocab = self._of_model(model)
         self.state = self._state(num_slots + 1)
@@ -86,7 +88,7 @@ class Shapes:
         one = self.int32(1)
         table, bounds = self.int32(1, self.pages), self.int32(2)
         meta = AttentionMeta(bounds, one, table, one, one, one, bounds, max_q_len=1)
-        context = CallContext(meta=meta)
+        context = CallContext(meta, (meta,) * len(self.groups))
         hidden, _ = jax.eval_shape(model.forward, self.params, self.kv, context, one)
         heads = {name: self.params[name] for name in model.head_params}
         logits = jax.eval_shape(model.logits, heads, hidden)
@@ -107,6 +109,7 @@ class Shapes:
                 bias_values=self.array((slots, MAX_LOGIT_BIAS), jnp.float32),
                 logprob_ids=self.int32(slots, MAX_LOGPROB_IDS),
             ),
+            group_tables=(self.int32(slots, self.pages),) * len(self.groups),
         )
 
 

@@ -8,6 +8,7 @@ which plain traffic gains by it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,25 +18,32 @@ import jax
 import jax.numpy as jnp
 
 from jserve.batch import SlotState
-from jserve.cache.pool import KVPool
+from jserve.cache.pool import KVPool, pool_spec
 from jserve.errors import ConfigError
 from jserve.plan import Kind
 from jserve.runner.buckets import HEADS, Buckets, Key
 from jserve.runner.guard import CompileGuard
-from jserve.runner.manifest import Manifest, Program
+from jserve.runner.manifest import Manifest, Options, Program
 from jserve.runner.memory import DeviceMemory, device_limit, local_bytes, temporary_bytes
 from jserve.runner.programs import Programs
 from jserve.runner.recount import recount_program
 from jserve.runner.runner import Runner
 from jserve.runner.score import score_program
 from jserve.runner.shapes import Model, Shapes, shardings
+from jserve.runner.window_share import WindowShare
+from jserve.types import KVShape
 from sharding.rules import Rules
 
 logger = logging.getLogger("jserve.runner")
 
 # A donated pool counts twice in XLA's estimate, so on GPU each program with one would be searched
 # in vain for something to recompute, with a warning.
-_GPU_OPTIONS: dict[str, str | bool] = {"xla_disable_hlo_passes": "rematerialization"}
+_GPU_OPTIONS: Options = {"xla_disable_hlo_passes": "rematerialization"}
+# From SEARCHED_BELOW rows on, cuBLAS's own choice of kernels is the fastest (5% of a decode step at
+# 64 and 128 rows), and is made at once: trying them beside other compilations takes 4 times as long
+# and can pick wrong (20% of a matmul).
+_GPU_LARGE: Options = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+SEARCHED_BELOW = 16
 
 
 class RunnerSettings(Protocol):
@@ -57,6 +65,8 @@ class RunnerSettings(Protocol):
     def mem_fraction_static(self) -> float: ...
     @property
     def recompile_guard(self) -> str: ...
+    @property
+    def swa_full_tokens_ratio(self) -> float | None: ...
 
 
 def start_runner(
@@ -84,7 +94,10 @@ def start_runner(
     programs = sizing.programs(num_pages)
     guard = CompileGuard(settings.recompile_guard)
     manifest = Manifest(
-        list(required(programs)), list(others(programs)), guard, compiler_options(rules)
+        list(required(programs)),
+        list(others(programs)),
+        guard,
+        functools.partial(compiler_options, rules),
     )
     # Autotuning needs memory, so a device's pool is allocated after the last compilation.
     manifest.compile(progress, everything=rules.platform != "cpu")
@@ -93,8 +106,10 @@ def start_runner(
     return Runner(programs, params, manifest, guard, num_pages)
 
 
-def compiler_options(rules: Rules) -> dict[str, str | bool] | None:
-    return _GPU_OPTIONS if rules.platform == "gpu" else None
+def compiler_options(rules: Rules, key: Key) -> Options | None:
+    if rules.platform != "gpu":
+        return None
+    return _GPU_OPTIONS | (_GPU_LARGE if key.size >= SEARCHED_BELOW else {})
 
 
 def required(programs: Programs) -> Iterator[Program]:
@@ -149,8 +164,32 @@ class Sizing:
             page_size=settings.page_size,
             context_length=settings.context_length,
             kv_dtype=settings.kv_dtype,
+            group_pages=tuple(share.pages(num_pages) for share in self.shares()),
         )
         return Programs(shapes, Buckets.of(settings.num_slots, settings.chunked_prefill_size))
+
+    def shares(self) -> tuple[WindowShare, ...]:
+        """Of the model's cache groups."""
+        settings, cache = self.settings, self.model.cache
+        return tuple(
+            WindowShare.of(
+                cache,
+                group,
+                self._page_bytes(group),
+                page_size=settings.page_size,
+                num_slots=settings.num_slots,
+                chunk=settings.chunked_prefill_size,
+                context_length=settings.context_length,
+                ratio=settings.swa_full_tokens_ratio,
+            )
+            for group in cache.groups
+        )
+
+    def _page_bytes(self, shape: KVShape) -> int:
+        """Of one page on each device."""
+        alone = dataclasses.replace(shape, groups=())
+        spec = pool_spec(alone, 1, self.settings.page_size, self.settings.kv_dtype, self.rules)
+        return local_bytes(jax.tree.leaves(spec))
 
     def pool(self, weights: int) -> tuple[int, DeviceMemory]:
         """Pages by --max-total-tokens, else what weights and the largest step leave free."""
@@ -160,7 +199,8 @@ class Sizing:
             limit=device_limit(rules.mesh.devices.flat[0]),
             weights=weights,
             state=local_bytes(jax.tree.leaves(shapes.state)),
-            page=local_bytes(jax.tree.leaves(shapes.kv)) // 2,
+            page=self._page_bytes(self.model.cache),
+            shares=self.shares(),
         )
         if settings.max_total_tokens is not None:
             return math.ceil(settings.max_total_tokens / settings.page_size) + 1, memory
@@ -169,8 +209,8 @@ class Sizing:
         fraction = settings.mem_fraction_static
         # With a provisional pool; of the same size as the final one, unless temporaries are large.
         provisional = self.programs(max(2, memory.num_pages(fraction)))
-        options = compiler_options(rules)
-        memory = measured(memory, (p.lower().compile(options) for p in largest(provisional)))
+        compiled = (p.lower().compile(compiler_options(rules, p.key)) for p in largest(provisional))
+        memory = measured(memory, compiled)
         pages = memory.num_pages(fraction)
         if (pages - 1) * settings.page_size < settings.context_length:
             raise ConfigError(

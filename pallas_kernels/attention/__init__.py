@@ -25,8 +25,8 @@ __all__ = ["IMPLEMENTATIONS", "ORDERS", "AttentionMeta", "KVLayer", "attend", "u
 
 def attend(
     q: jax.Array,  # [T, H, D]
-    k: jax.Array,  # [T, K, D]
-    v: jax.Array,  # [T, K, D]
+    k: jax.Array | None,  # [T, K, D]; None: the pool holds this step's keys and values
+    v: jax.Array | None,  # [T, K, D]
     kv_layer: KVLayer,
     meta: AttentionMeta,
     *,
@@ -51,9 +51,8 @@ def attend(
 
     Raises ValueError or NotImplementedError as `dispatch` says.
     """
-    (tokens, heads, head_dim), kv_heads, rows = q.shape, k.shape[1], meta.kv_lens.shape[0]
-    assert k.shape == v.shape == (tokens, kv_heads, head_dim), f"{q.shape=} {k.shape=} {v.shape=}"
-    assert heads % kv_heads == 0, f"{heads=} {kv_heads=}"
+    (tokens, heads, head_dim), rows = q.shape, meta.kv_lens.shape[0]
+    assert heads % (kv_layer.k.shape[2] // (2 if kv_layer.v is None else 1)) == 0, f"{heads=}"
     assert kv_layer.k.shape[3] >= head_dim, f"{kv_layer.k.shape=} {head_dim=}"
     assert kv_layer.v is None or kv_layer.v.shape == kv_layer.k.shape, f"{kv_layer=}"
     assert meta.cu_q_lens.shape == (rows + 1,), f"{meta.cu_q_lens.shape=} {rows=}"
@@ -62,11 +61,13 @@ def attend(
     assert per_token == [(tokens,)] * 3, f"{per_token=} {tokens=}"
     assert meta.max_q_len in (None, 1), f"{meta.max_q_len=}"
     assert window is None or window > 0, f"{window=}"
-    with jax.named_scope("kv_write"):
-        slots = kv_layer.first_page * kv_layer.k.shape[1] + meta.write_slots
-        keys = interleave_heads(k, v) if kv_layer.v is None else k
-        values = None if kv_layer.v is None else write_pages(kv_layer.v, v, slots)
-        kv_layer = KVLayer(write_pages(kv_layer.k, keys, slots), values, kv_layer.first_page)
+    if k is not None and v is not None:
+        assert k.shape == v.shape and len(k) == tokens, f"{k.shape=} {v.shape=} {tokens=}"
+        with jax.named_scope("kv_write"):
+            slots = kv_layer.first_page * kv_layer.k.shape[1] + meta.write_slots
+            keys = interleave_heads(k, v) if kv_layer.v is None else k
+            values = None if kv_layer.v is None else write_pages(kv_layer.v, v, slots)
+            kv_layer = KVLayer(write_pages(kv_layer.k, keys, slots), values, kv_layer.first_page)
     with jax.named_scope("attend"):
         calls = {
             name: functools.partial(

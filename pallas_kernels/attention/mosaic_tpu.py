@@ -36,13 +36,16 @@ def attention(
             f"mosaic_tpu needs a pool of head_dim {HEAD_DIM}: {kv_layer.k.shape=}"
         )
     head_dim = q.shape[2]
-    page_size, width = kv_layer.k.shape[1], meta.page_table.shape[1]
+    page_size, kv_lens, table = kv_layer.k.shape[1], meta.kv_lens, meta.page_table
+    if window is not None:
+        table, kv_lens = _from_window(meta, window, page_size, meta.max_q_len or q.shape[0])
+    width = table.shape[1]
     sizes = block_sizes("mosaic_tpu")
     out = ragged_paged_attention(
         jnp.pad(q, ((0, 0), (0, 0), (0, HEAD_DIM - head_dim))),
         kv_layer.k,
-        meta.kv_lens,
-        meta.page_table + kv_layer.first_page,
+        kv_lens,
+        table + kv_layer.first_page,
         meta.cu_q_lens,
         meta.distribution[1:],
         sm_scale=scale,
@@ -55,3 +58,20 @@ def attention(
     )
     real = meta.token_rows < meta.kv_lens.shape[0]
     return jnp.where(real[:, None, None], out[..., :head_dim], 0)
+
+
+def _from_window(
+    meta: AttentionMeta, window: int, page_size: int, max_q_len: int
+) -> tuple[jax.Array, jax.Array]:
+    """Page tables and lengths of contexts that begin with the first page that a query sees.
+
+    The kernel reads every page of a context, and only distances count. What lies before the window
+    is not read then, whatever the table says.
+    """
+    q_lens = meta.cu_q_lens[1:] - meta.cu_q_lens[:-1]
+    first = jnp.maximum(meta.kv_lens - q_lens + 1 - window, 0) // page_size  # [R]
+    longest = meta.page_table.shape[1]
+    width = min(longest, (window + max_q_len) // page_size + 2)
+    column = jnp.minimum(first[:, None] + jnp.arange(width)[None, :], longest - 1)
+    table = jnp.take_along_axis(meta.page_table, column, axis=1)
+    return table, meta.kv_lens - first * page_size

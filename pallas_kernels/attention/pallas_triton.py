@@ -1,10 +1,10 @@
 """Attention on GPUs: two Pallas kernels for the Triton backend, both over the paged pool.
 
-    decode    one token a row: (kv head, row, split of the context); XLA combines the splits
+    decode    one token a row: (kv head, row, split of the context); a third kernel joins splits
     prefill   (tile of consecutive queries of one row, kv head), causal over prefix and new tokens
 
-A mixed batch runs decode on its first distribution[0] rows and prefill, into the same buffer, on
-the rest; nothing branches outside the kernels. Both run in interpret mode on CPU.
+A mixed batch runs prefill on the rows from distribution[0] on and decode, into the same buffer, on
+those before; nothing branches outside the kernels. All run in interpret mode on CPU.
 
 No load or store is masked. Indices past an edge are clamped to it: a key past the context's end
 reads the row's last key and its score is masked; a query (or query head) past the tile's end is a
@@ -27,7 +27,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.attention.batch import AttentionMeta, KVLayer
-from pallas_kernels.attention.splits import combine_splits
 from pallas_kernels.attention.tuning import block_sizes
 
 MASKED = -1e30  # finite, so that a block without visible keys yields no NaN
@@ -65,11 +64,18 @@ def attention(
     sinks: jax.Array | None = None,
     interpret: bool = False,
     sizes: Sizes = block_sizes,
+    out: jax.Array | None = None,
+    shorter_than: int | None = None,
 ) -> jax.Array:
     """Attention of a ragged batch over a split pool. Returns [T, H, D] in q's dtype.
 
-    Sums are float32, and float32 inputs are multiplied in full precision, not tf32. `interpret`
-    runs the kernels' code on CPU; `sizes` says where block sizes come from.
+    Sums are float32, and float32 inputs are multiplied in full precision, not tf32.
+
+    Args:
+        interpret: run the kernels' code on CPU.
+        sizes: where block sizes come from.
+        out: of ragged rows, a result that has the rows of at least `shorter_than` new tokens
+            filled in already, and 0 for padding.
     """
     if kv_layer.v is None:
         raise NotImplementedError("pallas_triton reads the split KV layout only")
@@ -81,16 +87,17 @@ def attention(
         raise NotImplementedError(
             f"pallas_triton needs head_dim ≥ 16, the pool's own: {head_dim=} {pool_dim=}"
         )
-    rows = meta.kv_lens.shape[0]
     spec = Spec(heads, kv_heads, head_dim, page_size, scale, window, soft_cap, block=0)
-    out = _decode(q, kv_layer, meta, spec, sizes, interpret)  # [R, H, D]
-    out = out[:tokens] if tokens <= rows else jnp.pad(out, ((0, tokens - rows), (0, 0), (0, 0)))
-    if meta.max_q_len == 1:
-        return out
-    return _prefill(out, q, kv_layer, meta, spec, sizes, interpret)
+    if meta.max_q_len == 1 and tokens == meta.kv_lens.shape[0]:
+        return _decode(None, q, kv_layer, meta, spec, sizes, interpret)
+    out = jnp.zeros_like(q) if out is None else out
+    if meta.max_q_len is None:
+        out = _prefill(out, q, kv_layer, meta, spec, sizes, interpret, shorter_than)
+    return _decode(out, q, kv_layer, meta, spec, sizes, interpret)
 
 
 def _decode(
+    out: jax.Array | None,
     q: jax.Array,
     kv_layer: KVLayer,
     meta: AttentionMeta,
@@ -98,56 +105,94 @@ def _decode(
     sizes: Sizes,
     interpret: bool,
 ) -> jax.Array:
-    """[R, H, D]: row r's attention of token r for the decode rows, 0 for the others."""
-    decode_only = meta.max_q_len == 1
+    """`out` [T, H, D] with row r's attention at token r for the decode rows. Without `out` every
+    token is a row, and those of padding rows are 0.
+    """
     rows = meta.kv_lens.shape[0]
     tuned = sizes("pallas_triton.decode", programs=rows * spec.kv_heads)
     spec = _sized(spec, q.dtype, tuned["block"])
     splits = min(tuned["splits"], pl.cdiv(meta.page_table.shape[1] * spec.page_size, spec.block))
+    serve = {"splits": splits, "last_row": int(meta.max_q_len == 1), "every_row": out is None}
+    kernel = functools.partial(_decode_kernel, spec=spec, **serve)
+    params = plgpu.CompilerParams(num_warps=tuned["warps"], num_stages=tuned["stages"])
+    grid = (spec.kv_heads, rows, splits)
+    inputs = (meta.distribution, kv_layer.first_page.reshape(1), meta.page_table, meta.kv_lens, q)
+    inputs = (*inputs, *_slots(kv_layer))
+    result = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    before = () if out is None else (out,)
     if splits == 1:
-        out_shape: Any = jax.ShapeDtypeStruct((rows, spec.heads, spec.head_dim), q.dtype)
-    else:
-        parts = (rows, splits, spec.heads)
-        out_shape = (
-            jax.ShapeDtypeStruct((*parts, spec.head_dim), jnp.float32),
-            jax.ShapeDtypeStruct(parts, jnp.float32),
-            jax.ShapeDtypeStruct(parts, jnp.float32),
-        )
-    out = pl.pallas_call(
-        functools.partial(_decode_kernel, spec=spec, splits=splits, last_row=int(decode_only)),
-        grid=(spec.kv_heads, rows, splits),
-        out_shape=out_shape,
-        compiler_params=plgpu.CompilerParams(num_warps=tuned["warps"], num_stages=tuned["stages"]),
+        return pl.pallas_call(
+            kernel,
+            grid=grid,
+            out_shape=result,
+            input_output_aliases={len(inputs): 0} if before else {},
+            compiler_params=params,
+            interpret=interpret,
+            name="flash_decode",
+        )(*inputs, *before)
+    each = (rows, splits, spec.heads)
+    parts = pl.pallas_call(
+        kernel,
+        grid=grid,
+        out_shape=tuple(
+            jax.ShapeDtypeStruct(shape, jnp.float32)
+            for shape in ((*each, spec.head_dim), each, each)
+        ),
+        compiler_params=params,
         interpret=interpret,
         name="flash_decode",
-    )(
-        kv_layer.first_page.reshape(1),
-        meta.distribution,
-        meta.page_table,
-        meta.kv_lens,
-        q,
-        *_slots(kv_layer),
-    )
-    return out if splits == 1 else combine_splits(*out).astype(q.dtype)
+    )(*inputs)
+    return pl.pallas_call(
+        functools.partial(_join_kernel, spec=spec, **serve),
+        grid=(spec.heads, rows),
+        out_shape=result,
+        input_output_aliases={4: 0} if before else {},
+        compiler_params=plgpu.CompilerParams(num_warps=2, num_stages=1),
+        interpret=interpret,
+        name="join_splits",
+    )(meta.distribution, *parts, *before)
 
 
 def _decode_kernel(
-    first_page_ref: Any,  # [1]
     distribution_ref: Any,  # [2]
+    first_page_ref: Any,  # [1]
     table_ref: Any,  # [R, P]
     kv_lens_ref: Any,  # [R]
     q_ref: Any,  # [T, H, D]
     k_ref: Any,  # [slots, K, D]
     v_ref: Any,
-    # one split: [R, H, D]; else [R, splits, H, D], and maximum and total [R, splits, H]
+    # one split: out [T, H, D], twice if aliased; else [R, splits, H, D], and maximum and total
+    # [R, splits, H]
     *out_refs: Any,
     spec: Spec,
     splits: int,
     last_row: int,  # index in distribution of the number of rows to serve
+    every_row: bool,  # the others' results are 0; else they are left alone
 ) -> None:
     head, row, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    first_page, num_decode = first_page_ref[0], distribution_ref[last_row]
-    kv_len = jnp.where(row < num_decode, kv_lens_ref[row], 0)
+    arguments = (first_page_ref[0], table_ref, q_ref, k_ref, v_ref, out_refs, spec, splits)
+    real = row < distribution_ref[last_row]
+    kv_len = jnp.where(real, kv_lens_ref[row], 0)
+    if every_row:
+        _decode_split(head, row, split, kv_len, *arguments)
+    else:
+        pl.when(real)(lambda: _decode_split(head, row, split, kv_len, *arguments))
+
+
+def _decode_split(
+    head: jax.Array,
+    row: jax.Array,
+    split: jax.Array,
+    kv_len: jax.Array,
+    first_page: jax.Array,
+    table_ref: Any,
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    out_refs: tuple[Any, ...],
+    spec: Spec,
+    splits: int,
+) -> None:
     begin = jnp.int32(0) if spec.window is None else jnp.maximum(kv_len - spec.window, 0)
     # Each split takes an equal run of whole blocks; late ones may have none.
     first = begin // spec.block
@@ -158,8 +203,7 @@ def _decode_kernel(
 
     padded = max(16, pl.next_power_of_2(spec.group))
     heads = head * spec.group + jnp.minimum(jnp.arange(padded), spec.group - 1)
-    token = jnp.minimum(row, q_ref.shape[0] - 1)
-    query = _load_rows(q_ref, (jnp.broadcast_to(token, heads.shape), heads), spec)  # [Gp, D]
+    query = _load_rows(q_ref, (jnp.broadcast_to(row, heads.shape), heads), spec)  # [Gp, D]
 
     def one_block(i: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         position = i * spec.block + jnp.arange(spec.block)
@@ -171,12 +215,43 @@ def _decode_kernel(
     weighted, maximum, total = lax.fori_loop(first, last, one_block, _empty(padded, spec))
     if splits == 1:
         result = weighted / jnp.maximum(total, 1e-30)[:, None]
-        _store_rows(out_refs[0], (jnp.broadcast_to(row, heads.shape), heads), result, spec)
+        _store_rows(out_refs[-1], (jnp.broadcast_to(row, heads.shape), heads), result, spec)
         return
     at = (jnp.broadcast_to(row, heads.shape), jnp.broadcast_to(split, heads.shape), heads)
     _store_rows(out_refs[0], at, weighted, spec)
     out_refs[1][at] = maximum
     out_refs[2][at] = total
+
+
+def _join_kernel(
+    distribution_ref: Any,  # [2]
+    weighted_ref: Any,  # [R, splits, H, D]
+    maximum_ref: Any,  # [R, splits, H]
+    total_ref: Any,
+    *out_refs: Any,  # [T, H, D], twice if aliased
+    spec: Spec,
+    splits: int,
+    last_row: int,
+    every_row: bool,
+) -> None:
+    """One head of one row: its splits' partial softmaxes as one."""
+    head, row = pl.program_id(0), pl.program_id(1)
+
+    def join() -> None:
+        lane = jnp.arange(pl.next_power_of_2(splits))
+        split = jnp.minimum(lane, splits - 1)
+        at = (jnp.broadcast_to(row, split.shape), split, jnp.broadcast_to(head, split.shape))
+        maximum = maximum_ref[at]
+        share = jnp.where(lane < splits, jnp.exp2(maximum - jnp.max(maximum, axis=0)), 0.0)
+        total = jnp.maximum(jnp.sum(total_ref[at] * share, axis=0), 1e-30)
+        result = jnp.sum(_load_rows(weighted_ref, at, spec) * (share / total)[:, None], axis=0)
+        one = jnp.zeros((1,), jnp.int32)
+        _store_rows(out_refs[-1], (one + row, one + head), result[None, :], spec)
+
+    if every_row:
+        join()
+    else:
+        pl.when(row < distribution_ref[last_row])(join)
 
 
 def _prefill(
@@ -187,6 +262,7 @@ def _prefill(
     spec: Spec,
     sizes: Sizes,
     interpret: bool,
+    shorter_than: int | None,
 ) -> jax.Array:
     """`out` [T, H, D] with the tokens of the rows from distribution[0] on filled in."""
     tuned = sizes("pallas_triton.prefill", head_dim=spec.head_dim)
@@ -196,7 +272,9 @@ def _prefill(
     stacked = tuned["queries"] if q.dtype != jnp.float32 else min(tuned["queries"], 64)
     query_block = max(min(stacked // padded, pl.next_power_of_2(tokens)), pl.cdiv(16, padded))
     return pl.pallas_call(
-        functools.partial(_prefill_kernel, spec=spec, query_block=query_block),
+        functools.partial(
+            _prefill_kernel, spec=spec, query_block=query_block, shorter_than=shorter_than
+        ),
         grid=(tokens // query_block + rows, spec.kv_heads),
         out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),
         input_output_aliases={8: 0},
@@ -229,6 +307,7 @@ def _prefill_kernel(
     *,
     spec: Spec,
     query_block: int,
+    shorter_than: int | None,
 ) -> None:
     # The last tiles of a row are its longest: the first programs take them.
     tile, head = pl.num_programs(0) - 1 - pl.program_id(0), pl.program_id(1)
@@ -237,7 +316,11 @@ def _prefill_kernel(
     q_len = cu_q_lens_ref[row + 1] - start
     first_page = first_page_ref[0]
 
-    @pl.when((row >= distribution_ref[0]) & (row < distribution_ref[1]) & (offset < q_len))
+    served = (row >= distribution_ref[0]) & (row < distribution_ref[1]) & (offset < q_len)
+    if shorter_than is not None:
+        served &= q_len < shorter_than
+
+    @pl.when(served)
     def _tile() -> None:
         kv_len = kv_lens_ref[row]
         padded = pl.next_power_of_2(spec.group)

@@ -114,10 +114,8 @@ def _decode(q: jax.Array, context: Context, num_decode: jax.Array, group: int) -
             added = added.reshape(*queries.shape[:3], kv_heads, head_dim)
             return jnp.stack([added[:, head, :, head] for head in range(kv_heads)], axis=1)
 
-        pages, position = meta.page_table[row], (kv_lens - 1)[:, None]
-        result = _over_blocks(
-            queries, context, pages, position, kv_lens, DECODE_KV_BLOCK, score, weigh
-        )
+        extent = meta.page_table[row], (kv_lens - 1)[:, None], kv_lens
+        result = _over_blocks(queries, context, *extent, DECODE_KV_BLOCK, score, weigh)
         result = jnp.where(real[:, None, None, None], result, 0.0)
         return lax.dynamic_update_slice_in_dim(out, result, index * group, axis=0)
 
@@ -154,12 +152,9 @@ def _prefill(out: jax.Array, q: jax.Array, context: Context, query_block: int) -
         def weigh(weights: jax.Array, values: jax.Array) -> jax.Array:
             return jnp.einsum("kmn,nkd->kmd", weights[0], values[0], precision="highest")[None]
 
-        pages = meta.page_table[row][None, :]
         positions = position + jnp.arange(query_block * group)[None, :] // group
-        end = (position + num_queries)[None]
-        result = _over_blocks(
-            queries, context, pages, positions, end, PREFILL_KV_BLOCK, score, weigh
-        )
+        extent = meta.page_table[row][None, :], positions, (position + num_queries)[None]
+        result = _over_blocks(queries, context, *extent, PREFILL_KV_BLOCK, score, weigh)
         result = result.reshape(kv_heads, query_block, group, head_dim).transpose(1, 0, 2, 3)
         real = jnp.arange(query_block) < num_queries
         before = lax.dynamic_slice_in_dim(out, start, query_block)
@@ -192,10 +187,12 @@ def _over_blocks(
         keys, values = _gather(context.kv_layer, pages, i, block_pages)
         at = i * block + jnp.arange(block)[None, :]
         visible = at[:, None, :] <= positions[:, :, None]  # [r, M, n]
+        # NOTE: slots that the row does not own may hold anything, and 0 · NaN is NaN.
+        owned = at < ends[:, None]
         if window is not None:
             visible &= at[:, None, :] > positions[:, :, None] - window
-        # NOTE: slots that the row does not own may hold anything, and 0 · NaN is NaN.
-        values = jnp.where((at < ends[:, None])[:, :, None, None], values, 0.0)
+            owned &= at > positions[:, :1] - window
+        values = jnp.where(owned[:, :, None, None], values, 0.0)
         scores = score(keys)
         if context.soft_cap is not None:
             scores = context.soft_cap * jnp.tanh(scores / context.soft_cap)
