@@ -24,7 +24,11 @@ from jserve.types import GenerateRequest, Output, SamplingParams
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     try:
-        parsed, unknown = _parser().parse_known_args(argv)
+        parser = _parser()
+        if not (sys.argv[1:] if argv is None else argv):
+            parser.print_help(sys.stderr)
+            return 2
+        parsed, unknown = parser.parse_known_args(argv)
         if unknown:
             raise ConfigError(_unknown_argument(unknown[0]))
         parsed.command(parsed)
@@ -234,7 +238,8 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
             metavar=flag.kind.__name__.upper(),
             help=flag.about,
         )
-    group.add_argument("--stop", action="append", metavar="TEXT", help="end there; may be repeated")
+    for flag, what in (("--stop", "TEXT"), ("--stop-regex", "REGEX")):
+        group.add_argument(flag, action="append", metavar=what, help="end there; may be repeated")
     group.add_argument("--ignore-eos", action="store_true", help="go on after the end token")
 
 
@@ -244,7 +249,10 @@ def _sampling(parsed: argparse.Namespace, max_new_tokens: int | None) -> Samplin
     given = {flag.name: flags[flag.name] for flag in _SAMPLING if flags[flag.name] is not None}
     defaults = {"max_new_tokens": max_new_tokens, "temperature": 0.0}
     return SamplingParams(
-        **defaults | given, stop=tuple(parsed.stop or ()), ignore_eos=parsed.ignore_eos
+        **defaults | given,
+        stop=tuple(parsed.stop or ()),
+        stop_regex=tuple(parsed.stop_regex or ()),
+        ignore_eos=parsed.ignore_eos,
     )
 
 

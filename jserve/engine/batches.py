@@ -1,17 +1,18 @@
-"""A batch of requests as SGLang's response bodies: merged as they come, or gathered in order."""
+"""Requests as SGLang's response bodies: as they come, or gathered in order."""
 
 from __future__ import annotations
 
-import asyncio
+import bisect
 import contextlib
-from collections.abc import AsyncGenerator, Callable
+import itertools
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from jserve.engine.render import render_output
 from jserve.engine.requests import expand
 from jserve.types import GenerateRequest, Output
 
-Generate = Callable[[GenerateRequest], AsyncGenerator[Output, None]]
+Generate = Callable[[Sequence[GenerateRequest]], AsyncGenerator[Output, None]]
 IdToText = Callable[[int], str]
 Body = dict[str, Any]
 
@@ -35,31 +36,9 @@ async def _bodies(
     generate: Generate, id_to_text: IdToText, requests: list[GenerateRequest], many: bool
 ) -> AsyncGenerator[Body, None]:
     """Response bodies of all requests as they come; one that fails ends all."""
-    merged: asyncio.Queue[Body | asyncio.Task[None]] = asyncio.Queue()
-
-    async def pump(request: GenerateRequest, first_index: int) -> None:
-        async with contextlib.aclosing(generate(request)) as outputs:
-            async for output in outputs:
-                body = render_output(output, request, id_to_text)
-                place = {"index": first_index + output.index} if many else {}
-                merged.put_nowait(place | body)
-
-    tasks: list[asyncio.Task[None]] = []
-    first_index = 0
-    for request in requests:
-        tasks.append(asyncio.create_task(pump(request, first_index)))
-        tasks[-1].add_done_callback(merged.put_nowait)
-        first_index += request.sampling.n
-    num_open = len(tasks)
-    try:
-        while num_open:
-            item = await merged.get()
-            if isinstance(item, dict):
-                yield item
-            else:
-                num_open -= 1
-                item.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    ends = list(itertools.accumulate(request.sampling.n for request in requests))
+    async with contextlib.aclosing(generate(requests)) as outputs:
+        async for output in outputs:
+            request = requests[bisect.bisect_right(ends, output.index)]
+            place = {"index": output.index} if many else {}
+            yield place | render_output(output, request, id_to_text)

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+import msgspec
 
 from jserve.engine.life import EngineLife
 from jserve.engine.questions import Questions
@@ -26,11 +29,14 @@ _Loop = asyncio.AbstractEventLoop
 class EngineClient:
     """Speaks to one engine for the whole of its `life`. Methods are safe from any thread.
 
-    `on_gauges` is called from the reading thread, `reader`, with each Gauges message.
+    `gauges` is the engine's latest message of that kind.
     """
 
-    def __init__(self, life: EngineLife, on_gauges: Callable[[Gauges], None]) -> None:
-        self._routes: dict[str, tuple[_Loop, Inbox]] = {}
+    def __init__(self, life: EngineLife) -> None:
+        self.gauges = Gauges(values={})
+        self._routes: dict[str, tuple[_Loop, Inbox, int]] = {}
+        self._turns = itertools.count(1)  # a rid is used again while old Deltas are on the way
+        self.aborted_early: dict[str, bool] = {}  # whether so, by id: who waits for a warm-up
         self._questions = Questions()
         self._life = life
         self._channel = life.worker.channel
@@ -38,7 +44,7 @@ class EngineClient:
             Deltas: self._on_deltas,
             ControlReply: self._questions.settle,
             Progress: life.on_progress,
-            Gauges: on_gauges,
+            Gauges: self._on_gauges,
         }
         self.reader = threading.Thread(target=self._read, name="engine-reader", daemon=True)
         self.reader.start()
@@ -57,14 +63,17 @@ class EngineClient:
         What was not closed when the context ends is aborted. Raises RequestError for an id that is
         in use.
         """
-        route = asyncio.get_running_loop(), Inbox()
+        route = asyncio.get_running_loop(), Inbox(), next(self._turns)
+        aborted = [one.rid for one in submits if self.aborted_early.pop(one.rid, False)]
         for submit in submits:
             if submit.rid in self._routes:
                 raise RequestError(f"rid {submit.rid} is in use by an open request.", "rid")
         self._routes.update((submit.rid, route) for submit in submits)
         try:
             for submit in submits:
-                self._send_alive(submit)
+                self._send_alive(msgspec.structs.replace(submit, turn=route[2]))
+            for rid in aborted:
+                self.send(Abort(rid=rid))
             yield route[1]
         finally:
             for submit in submits:
@@ -74,8 +83,8 @@ class EngineClient:
         """Stop listening to `rid`; False when that had been done."""
         return self._routes.pop(rid, None) is not None
 
-    async def control(self, op: str) -> ControlReply:
-        return await self._questions.ask(op, self._send_alive)
+    async def control(self, op: str, **args: str | int | float | bool) -> ControlReply:
+        return await self._questions.ask(op, self._send_alive, **args)
 
     def _send_alive(self, message: ToEngine) -> None:
         """For who waits already: a death from here on reaches it."""
@@ -98,18 +107,23 @@ class EngineClient:
             self._dispatch()  # its last words
         finally:
             self._life.bury()
-            self._on_deltas(Deltas(items=lost(list(self._routes), self._life.ended)))
+            turns = {rid: route[2] for rid, route in list(self._routes.items())}
+            self._on_deltas(Deltas(items=lost(turns, self._life.ended)))
             self._questions.fail(self._life.ended)
 
     def _dispatch(self) -> None:
         for message in self._channel.drain():
             self._handlers[type(message)](message)
 
+    def _on_gauges(self, message: Gauges) -> None:
+        self.gauges = message
+
     def _on_deltas(self, message: Deltas) -> None:
         by_loop: dict[_Loop, list[tuple[Inbox, Delta]]] = {}
         for delta in message.items:
-            if (route := self._routes.get(delta.rid)) is not None:
-                loop, inbox = route
+            route = self._routes.get(delta.rid)
+            if route is not None and route[2] == delta.turn:
+                loop, inbox, _ = route
                 by_loop.setdefault(loop, []).append((inbox, delta))
         for loop, items in by_loop.items():
             try:

@@ -3,37 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jserve.engine.channel import EngineEnd
+from jserve.errors import RequestError
 from jserve.types import Control, ControlReply
+
+if TYPE_CHECKING:
+    from jserve.scheduler.scheduler import Scheduler
 
 
 class Controls:
-    """`flush_cache` and `shutdown` are done; "server_info" is `facts` and the `numbers` of now."""
+    """What the scheduler does by itself, and `shutdown`; "server_info" is `facts` and the `numbers`
+    of now. `drain` takes in every launch in flight: rows of finished requests may be among them.
+    """
 
     def __init__(
         self,
         channel: EngineEnd,
-        flush_cache: Callable[[], bool],
+        scheduler: Scheduler,
+        drain: Callable[[], None],
         numbers: Callable[[], dict[str, float]],
         facts: dict[str, Any],
         shutdown: Callable[[], None],
     ) -> None:
         self._channel = channel
-        self._operations: dict[str, Callable[[], bool | dict[str, Any] | None]] = {
-            "flush_cache": flush_cache,
-            "server_info": lambda: {**facts, **numbers()},
+        self._scheduler = scheduler
+        self._drain = drain
+        self._operations: dict[str, Callable[..., bool | dict[str, Any] | None]] = {
+            "flush_cache": self._flush_cache,
+            "pause_generation": self._pause,
+            "continue_generation": scheduler.resume,
+            "server_info": lambda: {**facts, **numbers(), "paused": scheduler.paused},
             "shutdown": shutdown,
         }
 
     def answer(self, message: Control) -> None:
-        """Exactly one reply, also when the operation fails."""
+        """Exactly one reply, also when the operation fails. What is refused is refused in words."""
         reply = ControlReply(id=message.id, ok=False, message=f"{message.op!r} failed")
         try:
             if message.op in self._operations:
-                result = self._operations[message.op]()
+                result = self._operations[message.op](**message.args)
                 payload = result if isinstance(result, dict) else {}
                 reply = ControlReply(id=message.id, ok=result is not False, payload=payload)
+        except RequestError as error:
+            reply = ControlReply(id=message.id, ok=False, message=str(error))
         finally:
             self._channel.send(reply)
+
+    def _flush_cache(self) -> bool:
+        if self._scheduler.has_work and not self._scheduler.paused:
+            return False  # and the launches stay in flight: who waits for it asks many times
+        self._drain()
+        return self._scheduler.flush_cache()
+
+    def _pause(self, mode: str = "abort") -> None:
+        self._drain()
+        self._scheduler.pause(mode)

@@ -15,11 +15,12 @@ from jserve.config import Config
 from jserve.engine.client import EngineClient
 from jserve.engine.fanout import fan_out
 from jserve.engine.refusals import raise_refusal
+from jserve.engine.reporter import Reporter
 from jserve.engine.sequence import Sequence
 from jserve.engine.submission import make_submit
-from jserve.metrics import Metrics
+from jserve.metrics.meter import Meter
 from jserve.tokenizer.tokenizer import Tokenizer
-from jserve.types import Abort, GenerateRequest, Output
+from jserve.types import Abort, GenerateRequest, Output, Submit
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,26 +30,31 @@ class EngineCore:
     config: Config
     client: EngineClient
     tokenizer: Tokenizer
-    metrics: Metrics
+    meter: Meter
     vocab_size: int
     context_length: int
+    reporters: list[Reporter] = dataclasses.field(default_factory=list)
 
-    async def generate_stream(self, request: GenerateRequest) -> AsyncGenerator[Output, None]:
+    async def generate_stream(
+        self, request: GenerateRequest, submit: Submit | None = None
+    ) -> AsyncGenerator[Output, None]:
         """Outputs of one request, its n sequences interleaved; a set `finish` is a sequence's last.
 
         With `stream` one comes every stream_interval tokens, without it only the last. Raises
-        RequestError (before the first Output), QueueFullError, EngineDeadError. Closing the
-        iterator aborts the request.
+        RequestError (before the first Output, but for a slow stop regex), QueueFullError,
+        EngineDeadError. Closing the iterator aborts the request. `submit`: its own, if made before.
         """
-        client, metrics = self.client, self.metrics
+        client, meter = self.client, self.meter
         client.require_alive()
         limits = (self.vocab_size, self.context_length)
-        submit = await make_submit(request, self.tokenizer, metrics, *limits)
+        submit = submit or await make_submit(request, self.tokenizer, *limits)
         parts = [submit]
         if request.sampling.n > 1:
             parts = await fan_out(submit, client, not self.config.cache.disable_radix_cache)
+        for reporter in self.reporters:
+            reporter.received(request, submit)
         sequences = {
-            part.rid: Sequence(i, part, self.tokenizer, metrics, self.config.server)
+            part.rid: Sequence(i, part, self.tokenizer, meter, self.config.server)
             for i, part in enumerate(parts)
         }
         try:
@@ -62,6 +68,8 @@ class EngineCore:
                     if sequence.finish is not None:
                         del sequences[delta.rid]
                         client.close(delta.rid)
+                        for reporter in self.reporters:
+                            reporter.ended(request, delta.rid, output)
                         if sequence.stopped_early:
                             client.send(Abort(rid=delta.rid, stopped=True))
                         if sequence.finish.type == "abort":
@@ -69,5 +77,7 @@ class EngineCore:
                     if output is not None:
                         yield output
         finally:
-            for _ in sequences:
-                metrics.aborted(request.stream)
+            for rid in sequences:
+                meter.aborted()
+                for reporter in self.reporters:
+                    reporter.ended(request, rid, None)

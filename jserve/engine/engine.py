@@ -7,6 +7,7 @@ Synchronous methods are for threads that run no event loop.
 from __future__ import annotations
 
 import atexit
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,15 +15,25 @@ import msgspec
 
 from jserve.config import Config
 from jserve.engine.background import BackgroundLoop
+from jserve.engine.batch_stream import generate_batch
 from jserve.engine.batches import answer
 from jserve.engine.client import EngineClient
 from jserve.engine.core import EngineCore
+from jserve.engine.flush import flush_when_idle
 from jserve.engine.life import EngineLife
 from jserve.engine.render import render_output
-from jserve.engine.requests import sampling_from_dict
+from jserve.engine.reporter import Reporter
+from jserve.engine.request_log import RequestLog
+from jserve.engine.sampling_params import sampling_from_dict
+from jserve.engine.tracing import Tracer
+from jserve.engine.warm_up import abort
+from jserve.errors import RequestError
 from jserve.metrics import Metrics
-from jserve.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from jserve.types import Abort, ControlReply, ModelConfig
+from jserve.metrics.meter import NO_METER
+from jserve.models.architectures import find_architecture
+from jserve.tokenizer.loader import load_tokenizer
+from jserve.tokenizer.tokenizer import Tokenizer
+from jserve.types import ControlReply, ModelConfig
 from jserve.weights.checkpoint import open_checkpoint
 
 __all__ = ["Engine", "render_output", "sampling_from_dict"]
@@ -40,7 +51,7 @@ class Engine:
         flags: any flag, with underscores; log_level defaults to "error".
 
     Raises ConfigError or WeightError when it cannot start, EngineDeadError when it died meanwhile.
-    `generate_stream` is EngineCore's.
+    `generate_stream` is EngineCore's, `generate_batch` batch_stream.py's.
     """
 
     def __init__(
@@ -58,16 +69,20 @@ class Engine:
         self._background = BackgroundLoop()
         self.config = config
         model, server = config.model, config.server
-        self.metrics = Metrics(server.metrics_prefix, model.served_model_name or model.model_path)
+        name = model.served_model_name or model.model_path
+        self.metrics = Metrics(server.metrics_prefix, name, lambda: self._client.gauges)
+        self.meter = self.metrics.meter if server.enable_metrics else NO_METER
+        self._tracer = Tracer(server.otlp_traces_endpoint, name) if server.enable_trace else None
         self.generation_config: Mapping[str, Any] = {}
         self._life = EngineLife(config, builder, inline)
-        self._client = EngineClient(self._life, self.metrics.engine)
+        self._client = EngineClient(self._life)
         atexit.register(self.shutdown)
         try:
             if tokenizer is None:
-                checkpoint = open_checkpoint(model)
+                checkpoint = open_checkpoint(model, find_architecture)
                 self.generation_config = checkpoint.generation_config
-                tokenizer = load_tokenizer(checkpoint, model.tokenizer_path, model.chat_template)
+                paths = (model.tokenizer_path, model.chat_template)
+                tokenizer = load_tokenizer(checkpoint, *paths, self.meter.timing)
             self.tokenizer = tokenizer
             self.server_info = self._life.await_ready(server.log_level in ("debug", "info"))
             self.model_config = msgspec.convert(self.server_info.pop("model_config"), ModelConfig)
@@ -75,8 +90,13 @@ class Engine:
             self.shutdown()
             raise
         limits = (self.model_config.vocab_size, int(self.server_info["context_length"]))
-        core = EngineCore(config, self._client, tokenizer, self.metrics, *limits)
+        reporters: list[Reporter] = [] if self._tracer is None else [self._tracer]
+        core = EngineCore(config, self._client, tokenizer, self.meter, *limits, reporters)
         self.generate_stream = core.generate_stream
+        page_size = int(self.server_info["page_size"])
+        self.generate_batch = functools.partial(generate_batch, core, page_size)
+        self.request_log = RequestLog(tokenizer, reporters)
+        self.request_log.configure(server.log_requests, server.log_requests_level)
 
     @classmethod
     def from_config(cls, config: Config, *, inline: bool = False) -> Engine:
@@ -95,29 +115,45 @@ class Engine:
 
     async def async_generate(self, *arguments: Any, **options: Any) -> Any:
         """As `generate`; with `stream` the result is an async iterator."""
-        return await answer(self.generate_stream, self.tokenizer.id_to_text, *arguments, **options)
+        return await answer(self.generate_batch, self.tokenizer.id_to_text, *arguments, **options)
 
-    async def control(self, op: str) -> ControlReply:
-        """Ask the engine: "flush_cache" or "server_info". Raises EngineDeadError."""
-        return await self._client.control(op)
+    async def control(self, op: str, **args: str | int | float | bool) -> ControlReply:
+        """Ask the engine: an `op` of types.Control with its arguments. Raises EngineDeadError."""
+        return await self._client.control(op, **args)
 
     def abort(self, rid: str = "", abort_all: bool = False) -> None:
         """End every request whose id starts with `rid`; they finish with reason abort."""
         if rid or abort_all:
-            self._client.send(Abort(rid=rid, exact=False, abort_all=abort_all))
+            abort(self._client, rid, abort_all)
 
     @property
     def gauges(self) -> dict[str, float]:
         """The engine's numbers of a moment ago."""
-        return self.metrics.gauges
+        return self._client.gauges.values
 
     @property
     def healthy(self) -> bool:
         return not self._life.ended
 
-    def flush_cache(self) -> bool:
-        """Drop every cached prefix; False when the engine is busy."""
-        return self._background.call(self.control("flush_cache")).ok
+    def flush_cache(self, timeout: float = 0.0) -> bool:
+        """Drop every cached prefix; False when the engine is busy for `timeout` seconds."""
+        return self._background.call(flush_when_idle(self.control, timeout)).ok
+
+    def pause_generation(self, mode: str = "abort") -> None:
+        """Run nothing until `continue_generation`; requests that come meanwhile wait.
+
+        Args:
+            mode: of what runs or waits: "abort" ends it; "retract" takes it off the device, so that
+                the cache can be flushed, and later it goes on where it was; "in_place" keeps it and
+                its KV. Raises RequestError for another one.
+        """
+        reply = self._background.call(self.control("pause_generation", mode=mode))
+        if not reply.ok:
+            raise RequestError(reply.message, "mode")
+
+    def continue_generation(self) -> None:
+        """End a pause; without one, nothing happens."""
+        self._background.call(self.control("continue_generation"))
 
     def get_server_info(self) -> dict[str, Any]:
         """Options, facts of the running engine, and its counters of this moment."""
@@ -128,6 +164,8 @@ class Engine:
         """End the engine; open requests fail with EngineDeadError. Later calls do nothing."""
         atexit.unregister(self.shutdown)
         self._life.shutdown(self._client.reader)
+        if self._tracer is not None:
+            self._tracer.close()
 
     def __enter__(self) -> Engine:
         return self

@@ -5,30 +5,26 @@ from __future__ import annotations
 import msgspec
 
 from jserve.engine.client import EngineClient
-from jserve.engine.refusals import raise_refusal
-from jserve.types import SamplingParams, Submit
-
-_LONG_PROMPT = 64  # tokens from which the prompt is computed before its sequences start
+from jserve.engine.warm_up import MIN_SHARED, prefix_of, reusable, warm_up
+from jserve.types import Submit
 
 
 async def fan_out(submit: Submit, client: EngineClient, cached: bool) -> list[Submit]:
     """The n sequences, each with an id and a seed of its own. With a prefix cache (`cached`), once
     a long prompt is in it. Raises what the request is refused with."""
-    if cached and len(submit.prompt_ids) >= _LONG_PROMPT:
-        await _warm_up(submit, client)
+    rids = part_ids(submit)
+    if cached and reusable(submit) >= MIN_SHARED:
+        prompt = prefix_of(submit, f"{submit.rid}_warm", len(submit.prompt_ids))
+        await warm_up(client, [prompt], rids)
     seed, parts = submit.sampling.sampling_seed, []
-    for i in range(submit.sampling.n):
+    for i, rid in enumerate(rids):
         own = None if seed is None else (seed + i + 2**63) % 2**64 - 2**63
         sampling = msgspec.structs.replace(submit.sampling, n=1, sampling_seed=own)
-        parts.append(msgspec.structs.replace(submit, rid=f"{submit.rid}_{i}", sampling=sampling))
+        parts.append(msgspec.structs.replace(submit, rid=rid, sampling=sampling))
     return parts
 
 
-async def _warm_up(submit: Submit, client: EngineClient) -> None:
-    rid, nothing = f"{submit.rid}_warm", SamplingParams(max_new_tokens=0)
-    warm_up = msgspec.structs.replace(submit, rid=rid, sampling=nothing, logprobs=None)
-    with client.open([warm_up]) as inbox:
-        while (finish := (await inbox.get()).finish) is None:
-            pass
-        client.close(rid)
-        raise_refusal(finish)
+def part_ids(submit: Submit) -> list[str]:
+    """The ids of a request's sequences."""
+    n = submit.sampling.n
+    return [submit.rid] if n == 1 else [f"{submit.rid}_{i}" for i in range(n)]

@@ -20,16 +20,15 @@ class GaugeSender:
     """Counts throughput from the scheduler's total of generated tokens."""
 
     def __init__(self, scheduler: Scheduler, runner: Runner, channel: EngineEnd) -> None:
-        self._scheduler = scheduler
-        self._runner = runner
-        self._channel = channel
-        self._sent = self._throughput = 0.0
-        self._counted, self._since = 0.0, time.monotonic()
+        self._scheduler, self._runner, self._channel = scheduler, runner, channel
+        self._sent = self._throughput = self._counted = 0.0
+        self._since = time.monotonic()
 
     def values(self) -> dict[str, float]:
         compiled, programs = self._runner.compiled
         return {
             **self._scheduler.stats(),
+            **self._runner.tokens,
             "gen_throughput": self._throughput,
             "recompiles_total": float(self._runner.recompiles),
             "programs_pending": float(programs - compiled),
@@ -51,5 +50,7 @@ class GaugeSender:
             self._throughput = 0.0 if resting else (total - self._counted) / age
             self._counted, self._since = total, now
         values["gen_throughput"] = self._throughput
-        self._sent = now
-        self._channel.send(Gauges(values=values, step=int(values["steps_total"]), time=time.time()))
+        self._sent, counters = now, self._scheduler.cache.counters
+        times, step = counters.timing.numbers(), int(values["steps_total"])
+        times["cache_match_tokens"] = [*counters.match_lengths, counters.matched_tokens]
+        self._channel.send(Gauges(values=values, histograms=times, step=step, time=time.time()))

@@ -20,9 +20,10 @@ import numpy as np
 from jserve.engine.channel import EngineEnd
 from jserve.engine.controls import Controls
 from jserve.engine.gauges import GaugeSender
+from jserve.engine.integrity import check_integrity
 from jserve.engine.refusals import refused
 from jserve.engine.step_log import StepLog
-from jserve.engine.watchdog import Watchdog
+from jserve.engine.watchdog import start_watchdogs
 from jserve.plan import StepPlan
 from jserve.types import Abort, Control, Delta, Deltas, Submit, ToEngine
 
@@ -35,7 +36,6 @@ logger = logging.getLogger("jserve.engine")
 IDLE_WAIT = 1.0  # seconds on the channel when there is nothing to do
 STALL_WAIT = 0.002  # … when requests wait but none can be planned
 
-
 Masks = Callable[[StepPlan], np.ndarray | None]  # asked for between token N and the draw of N+1
 
 
@@ -44,8 +44,11 @@ class Loop:
 
     Args:
         depth: launches that may be in flight when a tick ends; the scheduler's lookahead.
+        decode_log_interval: decode steps between two log lines.
         facts: what `server_info` answers beside the scheduler's numbers.
         watchdog_timeout: seconds that a tick may take; 0 is no watchdog.
+        soft_watchdog_timeout: … until all stacks are logged, and nothing else happens.
+        on_close: called when `run` ends.
     """
 
     def __init__(
@@ -56,26 +59,35 @@ class Loop:
         *,
         depth: int,
         page_size: int = 1,
+        decode_log_interval: int = 40,
         masks: Masks = lambda plan: None,
         facts: dict[str, Any] | None = None,
         watchdog_timeout: float = 0.0,
+        soft_watchdog_timeout: float = 0.0,
+        on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self.facts = facts or {}
-        self._stopping = False
-        self._scheduler = scheduler
-        self._runner = runner
-        self._channel = channel
+        self._stopping = self._failed = False
+        self._scheduler, self._runner, self._channel = scheduler, runner, channel
         self._depth = depth
-        self._masks = masks
-        self._watchdog_timeout = watchdog_timeout
+        self._timeouts, self._on_close = (watchdog_timeout, soft_watchdog_timeout), on_close
         self._busy_since: float | None = None  # None: resting
         self._queue: collections.deque[tuple[StepPlan, InFlight]] = collections.deque()
+        watch = scheduler.cache.counters.timing.watch
+        process = "per_stage_req_latency_seconds/request_process"
+        self._accept = watch(process, lambda submit: scheduler.submit(submit))
+        self._plan = watch("execution_plan_seconds", lambda: scheduler.plan())
+        self._launch = watch("execution_launch_seconds", lambda plan: runner.launch(plan))
+        self._read = watch("execution_read_seconds", lambda flight: flight.read())
+        self._commit = watch("execution_commit_seconds", lambda *step: scheduler.commit(*step))
+        self._masks = watch("output_mask_seconds", masks)
+        self._finish = watch("output_sample_seconds", lambda *step: runner.finish(*step))
         self._inbox: collections.deque[ToEngine] = collections.deque()
         self._gauges = GaugeSender(scheduler, runner, channel)
-        self._log = StepLog(scheduler, page_size)
-        self._failed = False
+        self._log = StepLog(scheduler, page_size, decode_log_interval)
         self._unchecked = True  # integrity, since the last step
-        controls = Controls(channel, self._flush_cache, self._gauges.values, self.facts, self._stop)
+        numbers = self._gauges.values
+        controls = Controls(channel, scheduler, self._drain, numbers, self.facts, self._stop)
         self._handlers: dict[type, Callable[[Any], None]] = {
             Submit: self._submit,
             Abort: scheduler.abort,
@@ -87,13 +99,14 @@ class Loop:
 
         `on_hang` is called from the watchdog's thread, once the stacks are dumped.
         """
-        watchdog = Watchdog(self._watchdog_timeout, lambda: self._busy_since, on_hang)
+        stop_watching = start_watchdogs(*self._timeouts, lambda: self._busy_since, on_hang)
         try:
             while not self._stopping:
                 self.tick()
         finally:
-            watchdog.stop()
+            stop_watching()
             self._runner.close()
+            self._on_close()
 
     def tick(self) -> None:
         self._busy_since = time.monotonic()
@@ -109,14 +122,14 @@ class Loop:
 
     def _step(self) -> bool:
         """One turn of the queue; False when there was nothing to launch and nothing to read."""
-        plan = self._scheduler.plan()
-        flight = None if plan is None else self._runner.launch(plan)
+        plan = self._plan()
+        flight = None if plan is None else self._launch(plan)
         recorded = bool(self._queue) and (flight is None or len(self._queue) >= self._depth)
         if recorded:
             self._record()
         if plan is None or flight is None:
             return recorded
-        self._runner.finish(flight, self._masks(plan))
+        self._finish(flight, self._masks(plan))
         self._queue.append((plan, flight))
         if len(self._queue) > self._depth:  # depth 0
             self._record()
@@ -125,7 +138,7 @@ class Loop:
     def _record(self) -> None:
         plan, flight = self._queue.popleft()
         self._unchecked = True
-        self._send(self._scheduler.commit(plan, flight.read()))
+        self._send(self._commit(plan, self._read(flight)))
         self._gauges.step()
         if logger.isEnabledFor(logging.INFO):
             self._log.step(plan)
@@ -137,9 +150,9 @@ class Loop:
             self._gauges.rest()
             if logger.isEnabledFor(logging.INFO):
                 self._log.rest()
-            if self._unchecked:
-                self._scheduler.check_integrity()
-                self._unchecked = False
+        if self._unchecked:
+            self._unchecked = False
+            self._send(check_integrity(self._scheduler))
         self._busy_since = None
         self._channel.wait(IDLE_WAIT if idle else STALL_WAIT)
 
@@ -155,7 +168,7 @@ class Loop:
 
     def _submit(self, message: Submit) -> None:
         try:
-            self._scheduler.submit(message)
+            self._accept(message)
         except Exception as error:  # one bad request must not end the others
             self._send([refused(message, error)])
 
@@ -163,10 +176,9 @@ class Loop:
         if deltas:
             self._channel.send(Deltas(items=deltas))
 
-    def _flush_cache(self) -> bool:
-        while self._queue:  # rows of finished requests may still be in flight
+    def _drain(self) -> None:
+        while self._queue:
             self._record()
-        return self._scheduler.flush_cache()
 
     def _stop(self) -> None:
         self._stopping = True

@@ -17,9 +17,11 @@ class Questions:
     def __init__(self) -> None:
         self._open: dict[str, asyncio.Future[ControlReply]] = {}
 
-    async def ask(self, op: str, send: Callable[[Control], None]) -> ControlReply:
+    async def ask(
+        self, op: str, send: Callable[[Control], None], **args: str | int | float | bool
+    ) -> ControlReply:
         """Raises what `send` raises, or EngineDeadError."""
-        question = Control(id=uuid.uuid4().hex, op=op)
+        question = Control(id=uuid.uuid4().hex, op=op, args=args)
         future = asyncio.get_running_loop().create_future()
         self._open[question.id] = future
         try:

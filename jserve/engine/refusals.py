@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping
 
-from jserve.errors import EngineDeadError, JserveError, QueueFullError, RequestError
+from jserve.errors import EngineDeadError, JserveError, QueueFullError, RequestError, TimedOutError
 from jserve.types import Delta, FinishReason, Submit
 
 logger = logging.getLogger("jserve.engine")
@@ -20,18 +20,20 @@ def refused(submit: Submit, error: Exception) -> Delta:
     finish = FinishReason(
         type="abort", message=message, status_code=error.status_code, err_type=error.err_type
     )
-    return Delta(rid=submit.rid, token_ids=[], finish=finish, prompt_tokens=len(submit.prompt_ids))
+    length = len(submit.prompt_ids)
+    rid, turn = submit.rid, submit.turn
+    return Delta(rid=rid, turn=turn, token_ids=[], finish=finish, prompt_tokens=length)
 
 
-def lost(rids: Sequence[str], why: str) -> list[Delta]:
-    """The answer to requests whose engine has ended."""
+def lost(turns: Mapping[str, int], why: str) -> list[Delta]:
+    """The answer to requests, by their rids, whose engine has ended."""
     finish = FinishReason(
         type="abort",
         message=why,
         status_code=EngineDeadError.status_code,
         err_type=EngineDeadError.__name__,
     )
-    return [Delta(rid=rid, token_ids=[], finish=finish) for rid in rids]
+    return [Delta(rid=rid, turn=turns[rid], token_ids=[], finish=finish) for rid in turns]
 
 
 def raise_refusal(finish: FinishReason) -> None:
@@ -41,5 +43,6 @@ def raise_refusal(finish: FinishReason) -> None:
     message = finish.message or "The request was aborted."
     if finish.status_code == RequestError.status_code:
         raise RequestError(message)
-    errors = {EngineDeadError.__name__: EngineDeadError, QueueFullError.err_type: QueueFullError}
+    errors: dict[str, type[JserveError]] = {QueueFullError.err_type: QueueFullError}
+    errors |= {TimedOutError.err_type: TimedOutError, EngineDeadError.__name__: EngineDeadError}
     raise errors.get(finish.err_type or "", JserveError)(message)

@@ -54,8 +54,10 @@ def _meta_info(output: Output) -> dict[str, Any]:
             "request_received_ts": created,
             "first_token_latency": first - created,
             "request_finished_ts": now,
-            "decode_throughput": output.completion_tokens / max(now - first, 1e-6),
         }
+        decoded = output.completion_tokens - 1  # the first token came with the prompt
+        if decoded > 0 and now > first:
+            meta["decode_throughput"] = decoded / (now - first)
     return meta
 
 

@@ -12,45 +12,10 @@ from typing import Any
 
 import msgspec
 
+from jserve.engine.sampling_params import sampling_from_dict
 from jserve.errors import RequestError
-from jserve.types import GenerateRequest, SamplingParams
-
-#: SGLang's names whose feature is not there; None (or an empty value) asks for nothing.
-_UNSUPPORTED = (
-    *("stop_regex", "json_schema", "regex", "ebnf", "structural_tag"),
-    *("beam_width", "custom_params", "watermark"),
-)
-
-
-def sampling_from_dict(params: Mapping[str, Any] | None) -> SamplingParams:
-    """SamplingParams of SGLang's `sampling_params`. None means the default, but for max_new_tokens,
-    where it is "up to the context length".
-
-    Raises RequestError naming the field: unknown, of a feature that is not there, of a wrong type.
-    """
-    if not isinstance(params, Mapping | None):
-        raise RequestError(
-            f"sampling_params must be a mapping, got {params!r:.80}.", "sampling_params"
-        )
-    given: dict[str, Any] = {}
-    for name, value in (params or {}).items():
-        if name in _UNSUPPORTED:
-            if value:
-                raise RequestError(f"{name} is not supported yet.", name)
-        elif name not in SamplingParams.__struct_fields__:
-            raise RequestError(f"{name} is not a sampling parameter.", name)
-        elif value is not None or name == "max_new_tokens":
-            given[name] = value
-    if type(given.get("stop")) is str:
-        given["stop"] = [given["stop"]]
-    try:
-        return msgspec.convert(given, SamplingParams, str_keys=True)
-    except msgspec.ValidationError as error:
-        problem, _, path = str(error).replace("`", "").partition(" - at ")
-        field = re.search(r"\$\.(\w+)", path)
-        name = field[1] if field else "sampling_params"
-        wanted, _, got = problem.removeprefix("Expected ").partition(", ")
-        raise RequestError(f"{name} must be {wanted}, {got}.", name) from None
+from jserve.types import GenerateRequest
+from jserve.types.wording import plain_types
 
 
 def expand(
@@ -67,6 +32,7 @@ def expand(
     rid: str | list[str] | None = None,
     extra_key: str | list[str | None] | None = None,
     cache_salt: str | list[str | None] | None = None,
+    priority: int | list[int | None] | None = None,
 ) -> tuple[list[GenerateRequest], bool]:
     """(one request a prompt, whether the answer is a list of bodies).
 
@@ -95,6 +61,7 @@ def expand(
         "rid": _column("rid", rid, size),
         "extra_key": _column("extra_key", extra_key, size),
         "cache_salt": _column("cache_salt", cache_salt, size),
+        "priority": _column("priority", priority, size),
     }
     common = {"stream": stream, "return_text_in_logprobs": return_text_in_logprobs}
     rows = zip(*columns.values(), strict=True)
@@ -116,9 +83,9 @@ def _request(fields: dict[str, Any]) -> GenerateRequest:
             {**fields, "sampling": sampling, "logprobs": logprobs}, GenerateRequest
         )
     except msgspec.ValidationError as error:
-        problem, _, path = str(error).replace("`", "").partition(" - at $.")
+        problem, _, path = str(error).rstrip("`").partition(" - at `$.")
         name = re.split(r"[.\[]", path)[0] or None
-        raise RequestError(f"{path or 'request'}: {problem}.", name) from None
+        raise RequestError(f"{path or 'request'}: {plain_types(problem)}.", name) from None
 
 
 def _column(name: str, value: Any, size: int) -> list[Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 
 from jserve.config import ServerOptions
-from jserve.metrics import Metrics
+from jserve.metrics.meter import Meter
 from jserve.tokenizer.detokenizer import Detokenizer
 from jserve.tokenizer.tokenizer import Tokenizer
 from jserve.types import Delta, FinishReason, Output, Submit, Times, TokenLogprobs
@@ -19,19 +19,12 @@ class Sequence:
     """Accumulates one Submit's Deltas. Without its `stream` only the last Output is built."""
 
     def __init__(
-        self,
-        index: int,
-        submit: Submit,
-        tokenizer: Tokenizer,
-        metrics: Metrics,
-        options: ServerOptions,
+        self, index: int, submit: Submit, tokenizer: Tokenizer, meter: Meter, options: ServerOptions
     ) -> None:
         self.finish: FinishReason | None = None
         self.stopped_early = False  # a stop string was hit while the engine still generates
-        self._index = index
-        self._submit = submit
+        self._index, self._submit, self._meter = index, submit, meter
         self._detokenizer = Detokenizer(tokenizer, submit.sampling)
-        self._metrics = metrics
         # tokens between two Outputs; the first and the last are never held back
         self._interval = submit.sampling.stream_interval or options.stream_interval
         self._output_ids: list[int] = []
@@ -39,17 +32,18 @@ class Sequence:
         self._pending = ""  # text since the last Output
         self._logprobs: TokenLogprobs | None = None
         self._input_logprobs: TokenLogprobs | None = None
-        self._times = Times(created=submit.created, shown=options.enable_metrics)
+        self._times = Times(created=submit.created, sent=submit.sent, shown=options.enable_metrics)
 
     def push(self, delta: Delta) -> Output | None:
         """Take a Delta in; the Output that is due, if one is. After a finish there are no more."""
+        started = time.time()
         self._output_ids += delta.token_ids
         self._input_logprobs = delta.input_logprobs or self._input_logprobs
         if delta.logprobs is not None:
             self._logprobs = self._logprobs or TokenLogprobs(token_ids=[], values=[])
             self._logprobs.extend(delta.logprobs)
         self.finish = self._decode(delta)
-        self._observe(delta)
+        self._observe(delta, started)
         num_new = len(self._output_ids) - self._num_sent
         due = self._num_sent == 0 or num_new >= self._interval
         if self.finish is None and not (self._submit.stream and num_new and due):
@@ -71,20 +65,22 @@ class Sequence:
             self._logprobs.cut(detokenizer.num_tokens_used)
         return FinishReason(type="stop", matched=detokenizer.stopped)
 
-    def _observe(self, delta: Delta) -> None:
+    def _observe(self, delta: Delta, started: float) -> None:
         now, times, streaming = time.time(), self._times, self._submit.stream
+        self._meter.timing.observe("output_detokenize_seconds", now - started)
         if delta.token_ids and not times.first_token:
             # a sequence that does not stream has one Delta, long after its first token
             times.first_token = now if streaming else delta.prefill_finished or now
             times.queued, times.prefill_finished = delta.queue_time, delta.prefill_finished
-            self._metrics.first_token(streaming, times)
+            self._meter.first_token(streaming, times)
         elif delta.token_ids:
-            self._metrics.tokens(streaming, len(delta.token_ids), now - times.latest)
-        times.latest = now
+            self._meter.tokens(len(delta.token_ids), now - times.latest)
+        times.latest, times.cache, times.num_steps = now, delta.cache_seconds, delta.num_steps
         if self.finish is not None:
+            times.ended = delta.ended or started  # a stop string ends it on this side
             if self.finish.type == "abort":
-                self._metrics.aborted(streaming)
-            self._metrics.finished(streaming, delta, len(self._output_ids), times)
+                self._meter.aborted()
+            self._meter.finished(streaming, delta, len(self._output_ids), times)
 
     def _output(self, delta: Delta) -> Output:
         output = Output(

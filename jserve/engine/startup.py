@@ -17,14 +17,21 @@ import jax
 import psutil
 
 from jserve.cache.manager import CacheManager
+from jserve.cache.window import WindowGroup
 from jserve.config import Config, DeviceFacts, Resolved, resolve
 from jserve.engine.channel import EngineEnd
+from jserve.engine.kv_events import open_kv_events
 from jserve.engine.loop import Loop
+from jserve.metrics.step_clock import step_timing
+from jserve.metrics.timing import UNTIMED, Timing
+from jserve.models.architectures import find_architecture
 from jserve.models.registry import build_model, parse_config
+from jserve.runner.runner import Runner
 from jserve.runner.startup import start_runner
+from jserve.runner.window_share import kept_tokens
 from jserve.scheduler.request import SchedulerSettings
 from jserve.scheduler.scheduler import Scheduler
-from jserve.types import ModelConfig, Progress
+from jserve.types import KVShape, ModelConfig, Progress
 from jserve.weights.checkpoint import open_checkpoint
 from jserve.weights.loader import load_params
 from sharding.mesh import make_mesh
@@ -33,6 +40,13 @@ from sharding.rules import TP, Rules
 logger = logging.getLogger("jserve.engine")
 
 _XLA_MEM_FRACTION = "0.93"  # of a GPU; the rest is for CUDA contexts, graphs and libraries
+#: Options that the scheduler takes as they are.
+_AS_GIVEN = (
+    *("prefill_max_requests", "retraction_policy", "req_waiting_timeout", "req_running_timeout"),
+    *("enable_priority_scheduling", "schedule_low_priority_values_first"),
+    *("default_priority_value", "abort_on_priority_when_disabled", "disable_priority_preemption"),
+    "priority_scheduling_preemption_threshold",
+)
 _PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
 
 
@@ -44,7 +58,7 @@ def build(config: Config, channel: EngineEnd) -> Loop:
 
     started = time.monotonic()
     _prepare_backend(config)
-    checkpoint = open_checkpoint(config.model)
+    checkpoint = open_checkpoint(config.model, find_architecture)
     model_config = parse_config(checkpoint.hf_config, checkpoint.generation_config)
     resolved = resolve(config, model_config, _device_facts())
     rules = Rules(make_mesh(jax.devices(), tensor=resolved.tp_size), TP)
@@ -54,6 +68,7 @@ def build(config: Config, channel: EngineEnd) -> Loop:
         dtype=resolved.dtype,
         attention_backend=resolved.attention_backend,
         page_size=resolved.page_size,
+        hybrid=resolved.hybrid_swa,
     )
     params = load_params(
         model.specs, checkpoint, rules, resolved.dtype, progress=progress("weights")
@@ -67,14 +82,15 @@ def build(config: Config, channel: EngineEnd) -> Loop:
         progress("compile"),
         compilation_cache_dir=_cache_dir(config),
     )
-    scheduler = Scheduler(
-        _scheduler_settings(config, resolved, model_config),
-        CacheManager(runner.num_pages, resolved.page_size, radix=resolved.radix),
-    )
+    timing = step_timing() if config.server.enable_metrics else UNTIMED
+    cache, close_events = _open_cache(resolved, runner, model.cache, timing)
+    scheduler = Scheduler(_scheduler_settings(config, resolved, model_config), cache)
     facts = {
         "model_config": dataclasses.asdict(model_config),
+        "vocab_size": model_config.vocab_size,
         "device": jax.devices()[0].device_kind,
         "max_total_num_tokens": (runner.num_pages - 1) * resolved.page_size,
+        "max_total_num_tokens_swa": sum(n - 1 for n in runner.group_pages) * resolved.page_size,
         "max_running_requests": resolved.num_slots,
         "weight_bytes": sum(array.nbytes for array in params.values()),
         "weight_seconds": round(loaded - started, 3),
@@ -87,9 +103,42 @@ def build(config: Config, channel: EngineEnd) -> Loop:
         channel,
         depth=resolved.overlap_depth,
         page_size=resolved.page_size,
+        decode_log_interval=config.server.decode_log_interval,
         facts=facts,
         watchdog_timeout=config.server.watchdog_timeout,
+        soft_watchdog_timeout=config.server.soft_watchdog_timeout or 0.0,
+        on_close=close_events,
     )
+
+
+def _open_cache(
+    resolved: Resolved, runner: Runner, shape: KVShape, timing: Timing
+) -> tuple[CacheManager, Callable[[], None]]:
+    """The cache, and what ends the publishing of its events."""
+    num_pages, page_size = runner.num_pages, resolved.page_size
+    groups = tuple(
+        WindowGroup(
+            window,
+            kept_tokens(window, page_size),
+            num_pages=pages,
+            full_pages=num_pages,
+            page_size=page_size,
+        )
+        for group, pages in zip(shape.groups, runner.group_pages, strict=True)
+        for window in [group.window or resolved.context_length]
+    )
+    observer, close = open_kv_events(resolved.kv_events, num_pages, resolved.page_size)
+    cache = CacheManager(
+        num_pages,
+        resolved.page_size,
+        radix=resolved.radix,
+        eviction=resolved.eviction,
+        protected_threshold=resolved.protected_threshold,
+        timing=timing,
+        observer=observer,
+        groups=groups,
+    )
+    return cache, close
 
 
 def _prepare_backend(config: Config) -> None:
@@ -121,7 +170,7 @@ def _cache_dir(config: Config) -> str | None:
 def _scheduler_settings(
     config: Config, resolved: Resolved, model: ModelConfig
 ) -> SchedulerSettings:
-    seed = config.model.random_seed
+    seed, given = config.model.random_seed, dataclasses.asdict(config.scheduler)
     return SchedulerSettings(
         num_slots=resolved.num_slots,
         context_length=resolved.context_length,
@@ -131,9 +180,11 @@ def _scheduler_settings(
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
         mixed=resolved.mixed,
+        mixed_chunk_size=resolved.mixed_chunk_size,
         policy=resolved.policy,
         schedule_conservativeness=resolved.schedule_conservativeness,
         max_queued=resolved.max_queued_requests,
         lookahead=resolved.overlap_depth,
         seed=int.from_bytes(os.urandom(7)) if seed is None else seed,
+        **{name: given[name] for name in _AS_GIVEN},
     )

@@ -1,4 +1,4 @@
-"""Log lines of committed steps: one for each step with prompts, and for every 40th without."""
+"""Log lines of committed steps: one for each step with prompts, and for every so many without."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("jserve.engine")
 
-DECODE_LOG_INTERVAL = 40  # decode steps between two log lines
 _PREFILL_LINE = (
     "Prefill batch, #new-seq: {new_seqs}, #new-token: {new_tokens}, #cached-token: {cached}, "
     "token usage: {token_usage:.2f}, #running-req: {num_running_reqs:.0f}, "
@@ -27,17 +26,19 @@ _DECODE_LINE = (
 
 
 class StepLog:
-    """Throughput is what the scheduler's totals grew by between two lines."""
+    """Throughput is what the scheduler's totals grew by between two lines. `interval`: decode steps
+    between two lines."""
 
-    def __init__(self, scheduler: Scheduler, page_size: int) -> None:
+    def __init__(self, scheduler: Scheduler, page_size: int, interval: int) -> None:
         self._scheduler = scheduler
         self._page_size = page_size
+        self._interval = interval
         self._num_decode_steps = 0
         self._generated, self._prefilled = _Rate(), _Rate()
 
     def step(self, plan: StepPlan) -> None:
-        stats = self._scheduler.stats()
         if len(plan.slots) > plan.num_decode_rows:
+            stats = self._scheduler.stats()
             rate = self._prefilled.take(stats["prefill_tokens_total"])
             new_tokens = plan.num_tokens - plan.num_decode_rows
             cached = sum(len(edit.pages) for edit in plan.edits) * self._page_size
@@ -45,7 +46,8 @@ class StepLog:
             logger.info(_PREFILL_LINE.format(throughput=rate, **stats, **numbers))
             return
         self._num_decode_steps += 1
-        if self._num_decode_steps % DECODE_LOG_INTERVAL == 0:
+        if self._num_decode_steps % self._interval == 0:
+            stats = self._scheduler.stats()
             rate = self._generated.take(stats["generation_tokens_total"])
             logger.info(_DECODE_LINE.format(throughput=rate, **stats))
 

@@ -8,8 +8,9 @@ import uuid
 
 import msgspec
 
+from jserve.engine.ranges import check_ranges
 from jserve.errors import RequestError
-from jserve.metrics import Metrics
+from jserve.tokenizer.stop_regex import check_stop_regexes
 from jserve.tokenizer.tokenizer import Tokenizer
 from jserve.types import GenerateRequest, Submit
 
@@ -17,14 +18,10 @@ _LONG_TEXT = 32 * 1024  # characters that would stop the event loop for millisec
 
 
 async def make_submit(
-    request: GenerateRequest,
-    tokenizer: Tokenizer,
-    metrics: Metrics,
-    vocab_size: int,
-    context_length: int,
+    request: GenerateRequest, tokenizer: Tokenizer, vocab_size: int, context_length: int
 ) -> Submit:
     """The request as the engine gets it, but for n. Raises RequestError naming the field."""
-    created, text = time.time(), request.text
+    created, text = request.created or time.time(), request.text
     if (text is None) == (request.input_ids is None):
         raise RequestError("Exactly one of text and input_ids must be given.", "text")
     if text is None:
@@ -33,13 +30,13 @@ async def make_submit(
         if len(text) > 2 * tokenizer.longest_token * context_length:  # not worth tokenizing
             message = f"text has {len(text)} characters, too many for a context of {context_length}"
             raise RequestError(f"{message} tokens.", "text")
-        start, encode = time.perf_counter(), tokenizer.encode
         if len(text) > _LONG_TEXT:
-            prompt_ids = await asyncio.to_thread(encode, text, request.add_special)
+            prompt_ids = await asyncio.to_thread(tokenizer.encode, text, request.add_special)
         else:
-            prompt_ids = encode(text, request.add_special)
-        metrics.tokenized(request.stream, time.perf_counter() - start)
+            prompt_ids = tokenizer.encode(text, request.add_special)
     _check(request, prompt_ids, vocab_size, context_length)
+    if request.sampling.stop_regex:
+        await asyncio.to_thread(check_stop_regexes, request.sampling.stop_regex)
     logprobs = request.logprobs
     if logprobs is not None:
         logprobs.verify(len(prompt_ids), vocab_size)
@@ -53,8 +50,10 @@ async def make_submit(
         logprobs=logprobs,
         extra_key=request.extra_key,
         cache_salt=request.cache_salt,
+        priority=request.priority,
         stream=request.stream,
         created=created,
+        sent=time.time(),
     )
 
 
@@ -68,7 +67,7 @@ def _check(request: GenerateRequest, prompt_ids: list[int], vocab_size: int, con
     if length >= context:
         message = f"{field}: the prompt has {length} tokens, but the context length is {context}."
         raise RequestError(message, field)
-    request.sampling.verify(vocab_size)
+    check_ranges(request.sampling, vocab_size)
     if length + wanted > context:
-        message = f"{length} prompt tokens + {wanted} new tokens > context length {context}"
-        raise RequestError(f"max_new_tokens is too large: {message}.", "max_new_tokens")
+        why = f"{length} prompt tokens + {wanted} new tokens > context length {context}."
+        raise RequestError(f"max_new_tokens (or its default) is too large: {why}", "max_new_tokens")

@@ -13,7 +13,7 @@ logger = logging.getLogger("jserve.engine")
 
 class Watchdog:
     """Dumps all stacks and calls `on_hang`, from its thread, when `busy_since` is `timeout` seconds
-    ago.
+    ago; once a tick that hangs.
 
     Args:
         timeout: 0: there is no watchdog.
@@ -34,10 +34,28 @@ class Watchdog:
         self._stopped.set()
 
     def _watch(self) -> None:
+        told: float | None = None
         while not self._stopped.wait(min(self._timeout / 4, 5.0)):
             since = self._busy_since()
-            if since is not None and time.monotonic() - since > self._timeout:
+            if since not in (None, told) and time.monotonic() - since > self._timeout:
+                told = since
                 logger.critical("a step takes more than %g s; all stacks follow", self._timeout)
                 faulthandler.dump_traceback()
                 self._on_hang()
-                return
+
+
+def start_watchdogs(
+    timeout: float,
+    soft_timeout: float,
+    busy_since: Callable[[], float | None],
+    on_hang: Callable[[], None],
+) -> Callable[[], None]:
+    """One that calls `on_hang`, and one that only dumps the stacks; → what stops both."""
+    ends = ((timeout, on_hang), (soft_timeout, lambda: None))
+    watchdogs = [Watchdog(seconds, busy_since, end) for seconds, end in ends]
+
+    def stop() -> None:
+        for watchdog in watchdogs:
+            watchdog.stop()
+
+    return stop

@@ -25,11 +25,17 @@ from jserve.server.chat import ChatRoutes
 from jserve.server.completions import CompletionRoutes
 from jserve.server.exchange import Serving
 from jserve.server.guard import Guard
+from jserve.server.loads import LoadRoutes
+from jserve.server.log_control import LogRoutes
 from jserve.server.models import ModelRoutes
 from jserve.server.native import NativeRoutes
+from jserve.server.pause import PauseRoutes
 from jserve.server.replies import error_response
 
-_POLL = 0.25  # seconds between looks at the engine
+_logger = logging.getLogger("jserve.server")
+
+_TICK = 0.01  # seconds between looks at the HTTP server's start
+_POLL = 0.25  # and at the engine
 _DRAIN = 1.0  # seconds for open requests to get their error when the engine is dead
 _READY = "The server is fired up and ready to roll!"
 _GRACE = 5  # seconds for open requests to finish after SIGTERM; then they end with an error
@@ -58,6 +64,9 @@ def serve(config: Config) -> None:
         timeout_keep_alive=60,
         timeout_graceful_shutdown=2 * _GRACE,
     )
+    # what it says of its own start and end is said here; its errors are not
+    log = logging.getLogger("uvicorn.error")
+    log.setLevel(max(logging.WARNING, log.level))
     server = uvicorn.Server(options)
     # uvicorn raises the signal that stopped it once more; handled here too, so that the exit is 0.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -70,13 +79,17 @@ def serve(config: Config) -> None:
 async def _supervise(serving: Serving, server: uvicorn.Server, listener: socket.socket) -> None:
     """Run the HTTP server and, beside it, load the engine and watch it."""
     http = asyncio.create_task(server.serve(sockets=[listener]))
-    loading = asyncio.wrap_future(_load(serving.config))
+    loading, url = asyncio.wrap_future(_load(serving.config)), _url(server.config.host, listener)
     try:
+        while not (server.started or http.done() or loading.done()):
+            await asyncio.sleep(_TICK)
+        if not loading.done():
+            _logger.info("listening at %s; what needs the model is 503 until it is loaded", url)
         await asyncio.wait((http, loading), return_when=asyncio.FIRST_COMPLETED)
         if http.done():
             return
         serving.loaded = engine = loading.result()
-        print(_READY, f"ready at {_url(server.config.host, listener)}", sep="\n", flush=True)
+        print(_READY, f"ready at {url}", sep="\n", flush=True)
         while engine.healthy and not (server.should_exit or http.done()):
             await asyncio.wait((http,), timeout=_POLL)
         if not server.should_exit:  # a signal to the process group ends the engine too
@@ -116,7 +129,8 @@ def _build_app(serving: Serving) -> FastAPI:
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_fault)
-    models, native = ModelRoutes(serving), NativeRoutes(serving)
+    loads, logs = LoadRoutes(serving), LogRoutes(serving)
+    models, native, pausing = ModelRoutes(serving), NativeRoutes(serving), PauseRoutes(serving)
     routes = [
         ("/v1/chat/completions", ChatRoutes(serving).chat, "POST"),
         ("/v1/completions", CompletionRoutes(serving).completions, "POST"),
@@ -130,10 +144,14 @@ def _build_app(serving: Serving) -> FastAPI:
         ("/server_info /get_server_info", native.server_info, "GET"),
         ("/flush_cache", native.flush_cache, "GET POST"),
         ("/abort_request", native.abort, "POST"),
+        ("/pause_generation", pausing.pause, "POST"),
+        ("/continue_generation", pausing.resume, "POST"),
         ("/tokenize /v1/tokenize", native.tokenize, "POST"),
         ("/detokenize /v1/detokenize", native.detokenize, "POST"),
-        ("/v1/loads", native.loads, "GET"),
-        ("/get_load", native.get_load, "GET"),
+        ("/v1/loads", loads.loads, "GET"),
+        ("/get_load", loads.get_load, "GET"),
+        ("/configure_logging", logs.configuration, "GET"),
+        ("/configure_logging", logs.configure, "POST"),
     ]
     if serving.config.server.enable_metrics:
         routes.append(("/metrics", native.metrics, "GET"))

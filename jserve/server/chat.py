@@ -8,20 +8,20 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any
 
-from msgspec import field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from jserve.errors import RequestError
-from jserve.server import openai, unsupported
+from jserve.server import openai
 from jserve.server.answer import chat_choice
-from jserve.server.exchange import Serving, read_body
+from jserve.server.bodies import ChatBody, Message
+from jserve.server.exchange import Serving, origin, read_body
 from jserve.server.ids import check_ids
 from jserve.server.logprobs import chat_logprobs, check_top
 from jserve.server.parts import joined_text
-from jserve.server.protocol import Body, Int, convert, decode
+from jserve.server.protocol import convert, decode
 from jserve.tokenizer.tokenizer import Tokenizer
 from jserve.types import LogprobParams, Output
 
@@ -29,42 +29,12 @@ _THREAD_BYTES = 1 << 15  # messages of larger bodies are rendered off the event 
 _RESERVED = {"add_generation_prompt", "continue_final_message", "messages", "self"}
 
 
-class ChatBody(openai.OpenAIBody):
-    unsupported: ClassVar[Mapping[str, Any]] = unsupported.CHAT
-
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    input_ids: list[Int] | None = None  # used in place of the rendered messages
-    max_completion_tokens: Int | None = None
-    logprobs: bool = False
-    top_logprobs: Int | None = None
-    continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    return_prompt_token_ids: bool = False
-    # Accepted: without tools and reasoning there is nothing to split; keys and ids are hints.
-    parallel_tool_calls: bool = True
-    separate_reasoning: bool = True
-    stream_reasoning: bool = True
-    prompt_cache_key: str = ""
-    prompt_cache_retention: str = ""
-    safety_identifier: str = ""
-    service_tier: Literal["auto", "default"] = "auto"
-
-
-class Message(Body):
-    unsupported: ClassVar[Mapping[str, Any]] = unsupported.MESSAGE
-
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[dict[str, Any]] | None = None
-    name: str | None = None
-    reasoning_content: str | None = None
-
-
 class ChatRoutes:
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
 
     async def chat(self, request: Request) -> Response:
-        serving, engine = self._serving, self._serving.engine
+        serving, engine, begun = self._serving, self._serving.engine, origin(request)
         raw = await read_body(request)
         body = decode(raw, ChatBody)
         openai.check_model(serving, body.model)
@@ -75,7 +45,7 @@ class ChatRoutes:
             ids = await prompt_ids(engine.tokenizer, body.messages, *options)
         else:
             ids = check_ids("input_ids", body.input_ids, engine.model_config.vocab_size)
-        asked = openai.requests(body, [ids], sampling, logprobs)
+        asked = openai.requests(body, [ids], sampling, logprobs, begun)
         shape = ChatShape(body, engine.tokenizer)
         return await openai.respond(request, serving, body, asked, shape)
 
@@ -149,8 +119,7 @@ class ChatShape:
     chunk = "chat.completion.chunk"
 
     def __init__(self, body: ChatBody, tokenizer: Tokenizer) -> None:
-        self._body = body
-        self._tokenizer = tokenizer
+        self._body, self._tokenizer = body, tokenizer
         self._seen: dict[int, int] = {}  # logprob positions streamed, by choice index
 
     def extra(self, first: Output) -> dict[str, Any]:

@@ -5,32 +5,22 @@ Refuses to know transport (exchange.py) and what it shares with chat completions
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
-from msgspec import field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from jserve.errors import RequestError
-from jserve.server import openai, unsupported
+from jserve.server import openai
 from jserve.server.answer import finish
-from jserve.server.exchange import Serving, read_body
+from jserve.server.bodies import CompletionBody
+from jserve.server.exchange import Serving, origin, read_body
 from jserve.server.ids import check_ids
 from jserve.server.logprobs import CompletionLogprobs, check_top
-from jserve.server.protocol import Int, decode
+from jserve.server.protocol import decode
 from jserve.tokenizer.tokenizer import Tokenizer
 from jserve.types import LogprobParams, Output
-
-
-class CompletionBody(openai.OpenAIBody):
-    unsupported: ClassVar[Mapping[str, Any]] = unsupported.COMPLETION
-
-    prompt: str | list[str | Int | list[Int]] = field(default_factory=list)
-    max_tokens: Int | None = 16
-    logprobs: Int | None = None
-    echo: bool = False
-    best_of: Int | None = None
 
 
 class CompletionRoutes:
@@ -38,7 +28,7 @@ class CompletionRoutes:
         self._serving = serving
 
     async def completions(self, request: Request) -> Response:
-        serving, engine = self._serving, self._serving.engine
+        serving, engine, begun = self._serving, self._serving.engine, origin(request)
         body = decode(await read_body(request), CompletionBody)
         openai.check_model(serving, body.model)
         if body.max_tokens is not None and body.max_tokens < (0 if body.echo else 1):
@@ -53,7 +43,7 @@ class CompletionRoutes:
             logprobs = LogprobParams(start_len=start, top_num=body.logprobs)
         sampling = openai.sampling(body, body.max_tokens, {})
         prompts = _prompts(body.prompt, engine.model_config.vocab_size)
-        requests = openai.requests(body, prompts, sampling, logprobs)
+        requests = openai.requests(body, prompts, sampling, logprobs, begun)
         shape = CompletionShape(body, engine.tokenizer, prompts)
         return await openai.respond(request, serving, body, requests, shape)
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import time
 from collections.abc import AsyncGenerator, Awaitable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
@@ -18,7 +19,8 @@ from starlette.types import Receive, Scope, Send
 from jserve.config import Config
 from jserve.engine.engine import Engine
 from jserve.errors import EngineDeadError, RequestError, TooLargeError
-from jserve.server.outputs import Outputs, logged, merged
+from jserve.metrics.timing import Timing
+from jserve.server.outputs import Outputs
 from jserve.server.replies import error_event
 from jserve.types import GenerateRequest
 
@@ -48,8 +50,12 @@ class Serving:
     def outputs(self, requests: Sequence[GenerateRequest]) -> Outputs:
         """Outputs of all requests as they come; `index` counts the sequences of all of them."""
         engine, (first, *others) = self.engine, requests
-        outputs = merged(engine, requests) if others else engine.generate_stream(first)
-        return logged(outputs, requests) if self.config.server.log_requests else outputs
+        return engine.generate_batch(requests) if others else engine.generate_stream(first)
+
+
+def origin(request: Request) -> dict[str, Any]:
+    """Fields of the GenerateRequests that this exchange, which begins, will ask for."""
+    return {"created": time.time(), "traceparent": request.headers.get("traceparent")}
 
 
 async def read_body(request: Request) -> bytes:
@@ -91,18 +97,18 @@ async def while_connected(receive: Receive, work: Awaitable[_T]) -> _T:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def stream_response(request: Request, events: _Lines) -> Response:
+async def stream_response(request: Request, serving: Serving, events: _Lines) -> Response:
     """Answer with `events`. What fails before the first is raised, and so has its HTTP status."""
     first = await while_connected(request.receive, anext(events))
-    return _EventStream(first, events, request.url.path)
+    return _EventStream(first, events, request.url.path, serving.engine.meter.timing)
 
 
 class _EventStream(StreamingResponse):
     """`first` and the rest of `events`; closed when the response ends or the client leaves."""
 
-    def __init__(self, first: bytes, events: _Lines, path: str) -> None:
+    def __init__(self, first: bytes, events: _Lines, path: str, timing: Timing) -> None:
         self._events = events
-        self._lines = _framed(first, events, path)
+        self._lines = _framed(first, events, path, timing)
         super().__init__(self._lines, headers=_STREAM_HEADERS, media_type="text/event-stream")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -111,12 +117,14 @@ class _EventStream(StreamingResponse):
                 await while_connected(receive, self.stream_response(send))
 
 
-async def _framed(first: bytes, events: _Lines, path: str) -> _Lines:
+async def _framed(first: bytes, events: _Lines, path: str, timing: Timing) -> _Lines:
     """Closed by [DONE]; what fails on the way becomes an event."""
     yield first
     try:
         async for event in events:
-            yield event
+            started = time.perf_counter()
+            yield event  # until it is sent
+            timing.observe("output_stream_seconds", time.perf_counter() - started)
     except Exception as error:  # the status is sent: an event must say it
         yield error_event(error, path)
     yield b"data: [DONE]\n\n"

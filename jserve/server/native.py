@@ -1,4 +1,4 @@
-"""SGLang's native routes: /generate, health, facts, cache and abort control, tokenization, load.
+"""SGLang's native routes: /generate, health, facts, cache and abort control, tokenization.
 
 Refuses to know transport (exchange.py) and field checks (protocol.py).
 """
@@ -7,23 +7,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, ClassVar
 
+import msgspec
 from msgspec import field
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from jserve import __version__
 from jserve.engine.engine import render_output
+from jserve.engine.flush import flush_when_idle
 from jserve.engine.requests import expand
-from jserve.errors import JserveError, QueueFullError, RequestError
+from jserve.errors import JserveError, QueueFullError, RequestError, TimedOutError
 from jserve.metrics import CONTENT_TYPE
 from jserve.server import openai, unsupported
 from jserve.server.chat import prompt_ids
-from jserve.server.exchange import Serving, read_body, stream_response, while_connected
+from jserve.server.exchange import Serving, origin, read_body, stream_response, while_connected
 from jserve.server.ids import check_ids
 from jserve.server.models import context_length
 from jserve.server.outputs import finished
@@ -33,7 +34,6 @@ from jserve.types import GenerateRequest, Output, SamplingParams
 
 _HEALTH_TIMEOUT = 20.0  # seconds
 _MAX_SEQUENCES = 4096  # of one /generate body, prompts times n
-_FLUSH_POLL = 0.02  # seconds
 
 
 class GenerateBody(Body):
@@ -54,11 +54,12 @@ class GenerateBody(Body):
     return_prompt_token_ids: bool = False
     extra_key: str | list[str | None] | None = None
     cache_salt: str | list[str | None] | None = None
+    priority: Int | list[Int | None] | None = None
+    external_trace_header: dict[str, str] = field(default_factory=dict)  # its traceparent
     # Accepted: hints to routers and loggers.
     log_metrics: bool = True
     no_logs: bool = False
     background: bool = False
-    external_trace_header: dict[str, str] = field(default_factory=dict)
     routing_key: str = ""
     conversation_id: str = ""
 
@@ -90,9 +91,11 @@ class NativeRoutes:
         self._serving = serving
 
     async def generate(self, request: Request) -> Response:
-        id_to_text = self._serving.engine.tokenizer.id_to_text
+        id_to_text, begun = self._serving.engine.tokenizer.id_to_text, origin(request)
         body = decode(await read_body(request), GenerateBody)
+        begun["traceparent"] = body.external_trace_header.get("traceparent", begun["traceparent"])
         requests, listed = _requests(body)
+        requests = [msgspec.structs.replace(one, **begun) for one in requests]
         wanted = sum(one.sampling.n for one in requests)
         if wanted > _MAX_SEQUENCES:
             field = "n" if len(requests) == 1 else "text"
@@ -112,7 +115,7 @@ class NativeRoutes:
                     yield sse(render(output))
 
         if body.stream:
-            return await stream_response(request, events())
+            return await stream_response(request, self._serving, events())
         outputs = await while_connected(request.receive, finished(self._serving.outputs(requests)))
         answers = [render(output) for output in outputs]
         return json_response(answers if listed else answers[0])
@@ -125,7 +128,9 @@ class NativeRoutes:
         return Response(status_code=200 if self._healthy() else 503)
 
     async def health_generate(self, request: Request) -> Response:
-        """200 when a request of one token comes back in time."""
+        """200 when a request of one token comes back in time. In a pause it would wait for the end
+        of that; then an answer of the engine is enough.
+        """
         if not self._healthy():
             return Response(status_code=503)
         probe = GenerateRequest(
@@ -133,10 +138,16 @@ class NativeRoutes:
             input_ids=[0],
             rid=f"HEALTH_CHECK_{uuid.uuid4().hex}",
         )
-        work = asyncio.wait_for(finished(self._serving.outputs([probe])), _HEALTH_TIMEOUT)
+
+        async def answered() -> None:
+            state = await self._serving.engine.control("server_info")
+            if not state.payload.get("paused"):
+                await finished(self._serving.outputs([probe]))
+
+        work = asyncio.wait_for(answered(), _HEALTH_TIMEOUT)
         try:
             await while_connected(request.receive, work)
-        except QueueFullError:
+        except (QueueFullError, TimedOutError):
             return Response(status_code=200)  # busy, so alive
         except (JserveError, TimeoutError):
             return Response(status_code=503)
@@ -182,13 +193,11 @@ class NativeRoutes:
             timeout = float(text)
         except ValueError:
             raise RequestError(f"timeout must be seconds, got {text!r}.", "timeout") from None
-        deadline = time.monotonic() + timeout
-        while not (reply := await self._serving.engine.control("flush_cache")).ok:
-            if not time.monotonic() < deadline:
-                why = reply.message or "requests are running or waiting."
-                return PlainTextResponse(f"Cache not flushed: {why}\n", 400)
-            await asyncio.sleep(_FLUSH_POLL)
-        return PlainTextResponse("Cache flushed.\n")
+        reply = await flush_when_idle(self._serving.engine.control, timeout)
+        if reply.ok:
+            return PlainTextResponse("Cache flushed.\n")
+        why = reply.message or "requests are running or waiting."
+        return PlainTextResponse(f"Cache not flushed: {why}\n", 400)
 
     async def abort(self, request: Request) -> Response:
         engine = self._serving.engine
@@ -243,50 +252,6 @@ class NativeRoutes:
     async def metrics(self, request: Request) -> Response:
         return Response(self._serving.engine.metrics.render(), media_type=CONTENT_TYPE)
 
-    async def loads(self, request: Request) -> Response:
-        """The load of each data-parallel rank, of which there is one."""
-        for name, known in (("dp_rank", ("0",)), ("format", ("json",))):
-            if (value := request.query_params.get(name)) not in (None, *known):
-                raise RequestError(f"{name} {value!r} is not supported.", name)
-        envelope = {
-            "timestamp": time.time(),
-            "version": __version__,
-            "accelerator": self._serving.engine.server_info.get("device", "unknown"),
-            "num_accelerators": self._serving.config.execution.tp_size,
-            "loads": [self._load()],
-        }
-        return json_response(envelope)
-
-    async def get_load(self, request: Request) -> Response:
-        load = self._load()
-        running, waiting = load["num_running_reqs"], load["num_waiting_reqs"]
-        keys = {"num_reqs": running + waiting, "num_waiting_reqs": waiting}
-        return json_response([{"dp_rank": 0, **keys, "num_tokens": load["num_used_tokens"]}])
-
-    def _load(self) -> dict[str, Any]:
-        gauges = self._serving.engine.gauges
-        info = self._serving.engine.server_info
-
-        def count(name: str) -> int:
-            return int(gauges.get(name, 0))
-
-        total = count("max_total_num_tokens") or int(info.get("max_total_num_tokens", 0))
-        return {
-            "dp_rank": 0,
-            "num_running_reqs": count("num_running_reqs"),
-            "num_waiting_reqs": count("num_queue_reqs"),
-            "num_waiting_uncached_tokens": count("num_waiting_uncached_tokens"),
-            "num_used_tokens": count("num_used_tokens"),
-            "num_total_tokens": count("num_used_tokens") + count("num_waiting_uncached_tokens"),
-            "num_active_tokens": count("num_used_tokens"),
-            "max_total_num_tokens": total,
-            "max_running_requests": int(info.get("max_running_requests", 0)),
-            "token_usage": gauges.get("token_usage", 0.0),
-            "gen_throughput": gauges.get("gen_throughput", 0.0),
-            "cache_hit_rate": gauges.get("cache_hit_rate", 0.0),
-            "utilization": gauges.get("utilization", 0.0),
-        }
-
 
 def _requests(body: GenerateBody) -> tuple[list[GenerateRequest], bool]:
     """One GenerateRequest a prompt, and whether the answer is a list. Raises RequestError."""
@@ -316,6 +281,7 @@ def _requests(body: GenerateBody) -> tuple[list[GenerateRequest], bool]:
         rid=body.rid,
         extra_key=body.extra_key,
         cache_salt=body.cache_salt,
+        priority=body.priority,
     )
 
 

@@ -1,4 +1,4 @@
-"""What chat and text completions share: fields, sampling defaults, the stream.
+"""What chat and text completions share: sampling defaults, requests, the stream.
 
 Refuses to know transport (exchange.py) and what a choice looks like (chat.py, completions.py).
 """
@@ -9,54 +9,20 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from jserve.errors import NotFoundError, RequestError
 from jserve.server.answer import Shape, answer
+from jserve.server.bodies import OpenAIBody
 from jserve.server.exchange import Serving, stream_response
 from jserve.server.ids import given_rids
-from jserve.server.protocol import Body, Int
 from jserve.server.replies import sse
 from jserve.server.usage import StreamOptions, usage
 from jserve.types import GenerateRequest, LogprobParams, Output, SamplingParams
-
-Bias = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]  # anything larger overflows in float32
-
-
-class OpenAIBody(Body):
-    """What chat and text completions share."""
-
-    model: str = "default"
-    n: Int = 1
-    max_tokens: Int | None = None
-    min_tokens: Int = 0
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    logit_bias: dict[Int, Bias] = field(default_factory=dict)
-    seed: Int | None = None
-    stop: str | list[str] = field(default_factory=list)
-    stop_token_ids: list[Int] = field(default_factory=list)
-    ignore_eos: bool = False
-    no_stop_trim: bool = False
-    skip_special_tokens: bool = True
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    return_token_ids: bool = False
-    rid: str | list[str] | None = None
-    extra_key: str | None = None
-    cache_salt: str | None = None
-    user: str = ""  # accepted
-    metadata: dict[str, str] = field(default_factory=dict)  # accepted
 
 
 def check_model(serving: Serving, model: str) -> None:
@@ -88,7 +54,8 @@ def sampling(body: OpenAIBody, limit: int | None, defaults: Mapping[str, Any]) -
         presence_penalty=body.presence_penalty,
         repetition_penalty=float(pick("repetition_penalty", body.repetition_penalty, 1.0)),
         logit_bias=body.logit_bias,
-        stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop),
+        stop=tuple([stop] if isinstance(stop := body.stop, str) else stop),
+        stop_regex=tuple([stop] if isinstance(stop := body.stop_regex, str) else stop),
         stop_token_ids=tuple(body.stop_token_ids),
         ignore_eos=body.ignore_eos,
         n=body.n,
@@ -103,8 +70,12 @@ def requests(
     prompts: Sequence[str | list[int]],
     params: SamplingParams,
     logprobs: LogprobParams | None,
+    origin: Mapping[str, Any],
 ) -> list[GenerateRequest]:
-    """One GenerateRequest a prompt, each under an id of its own. Raises RequestError naming rid."""
+    """One GenerateRequest a prompt, each under an id of its own. `origin`: exchange.origin's.
+
+    Raises RequestError naming rid.
+    """
     new = [uuid.uuid4().hex for _ in prompts]
     rids = new if body.rid is None else given_rids(body.rid, len(prompts))
     return [
@@ -116,18 +87,16 @@ def requests(
             logprobs=logprobs,
             extra_key=body.extra_key or None,
             cache_salt=body.cache_salt or None,
+            priority=body.priority,
             stream=body.stream,
+            **origin,
         )
         for prompt, rid in zip(prompts, rids, strict=True)
     ]
 
 
 async def respond(
-    request: Request,
-    serving: Serving,
-    body: OpenAIBody,
-    asked: list[GenerateRequest],
-    shape: Shape,
+    request: Request, serving: Serving, body: OpenAIBody, asked: list[GenerateRequest], shape: Shape
 ) -> Response:
     """Answer with the choices of `asked`, as they come or all at once."""
     head = {
@@ -157,4 +126,4 @@ async def respond(
             counts = usage(serving, list(latest.values()), body.n)
             yield sse({**head, "choices": [], "usage": counts})
 
-    return await stream_response(request, events())
+    return await stream_response(request, serving, events())

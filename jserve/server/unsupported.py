@@ -19,11 +19,11 @@ _EVERYWHERE = (
     _refused("bootstrap_host bootstrap_port bootstrap_room disagg_prefill_dp_rank session_id")
     | _refused("session_params lora_path watermark custom_labels custom_logit_processor")
     | _refused("return_hidden_states return_routed_experts")
-    | _refused("routed_dp_rank data_parallel_rank priority", 0)
+    | _refused("routed_dp_rank data_parallel_rank", 0)
 )
 _OPENAI = (
     _EVERYWHERE
-    | _refused("regex ebnf json_schema structural_tag stop_regex custom_params")
+    | _refused("regex ebnf json_schema structural_tag custom_params")
     | _refused("return_cached_tokens_details return_spec_tokens_details")
     | _refused("response_format", {"type": "text"})
 )
@@ -45,6 +45,8 @@ GENERATE = (
     | _refused("return_entropy return_flat_raw_top_logprobs require_reasoning max_thinking_tokens")
     | _refused("routed_experts_start_len", 0)
 )
+
+LOGGING = _refused("dump_requests_folder dump_requests_threshold crash_dump_folder")
 
 
 def check_idle(name: str, value: Any, idle: Any, at: str) -> None:

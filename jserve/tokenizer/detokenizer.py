@@ -1,6 +1,6 @@
 """Token ids → text of one running request, piece by piece. Owns what may already be shown: never
-part of a character, never text that may turn out to begin a stop string. Work per token does not
-depend on how much text there is.
+part of a character, never text that may turn out to begin a stop. Work per token does not depend on
+how much text there is.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 
-from jserve.tokenizer.stop_strings import StopFilter
+from jserve.tokenizer.stop_regex import text_filter
 from jserve.tokenizer.tokenizer import Tokenizer
 from jserve.types import SamplingParams
 
@@ -25,7 +25,7 @@ class Detokenizer:
         self._skip_special = sampling.skip_special_tokens
         self._trim = not sampling.no_stop_trim
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._filter = StopFilter(sampling.stop, self._trim) if sampling.stop else None
+        self._filter = text_filter(sampling) if sampling.stop or sampling.stop_regex else None
         eos_token_ids = () if sampling.ignore_eos else tokenizer.eos_token_ids
         self._ends = frozenset((*eos_token_ids, *sampling.stop_token_ids))
         self._last: list[int] = []  # a last token that ends the text if the engine says so
@@ -34,7 +34,7 @@ class Detokenizer:
 
     @property
     def stopped(self) -> str | None:
-        """The stop string found; nothing is returned after it."""
+        """The stop string found, or the pattern of the stop regex; nothing is returned after it."""
         return None if self._filter is None else self._filter.stopped
 
     @property
@@ -45,7 +45,7 @@ class Detokenizer:
 
     @property
     def num_tokens_used(self) -> int:
-        """Tokens pushed, up to the one that completed the stop string."""
+        """Tokens pushed, up to the one that completed the stop."""
         return self._num_tokens + (0 if self.stopped is not None else len(self._last))
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -78,7 +78,7 @@ class Detokenizer:
             self._num_tokens += len(pieces)
             return self._decoder.decode(b"".join(pieces))
         new = []
-        for piece in pieces:  # one by one: it counts which token completes a stop string
+        for piece in pieces:  # one by one: it counts which token completes a stop
             self._num_tokens += 1
             new.append(self._filter.feed(self._decoder.decode(piece)))
             if self.stopped is not None:

@@ -10,25 +10,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jserve.errors import RequestError
+from jserve.metrics.timing import UNTIMED, Timing
 from jserve.tokenizer.chat_template import ChatTemplate
-from jserve.tokenizer.sources import TokenizerSource, find_source
+from jserve.tokenizer.sources import TokenizerSource
 from jserve.tokenizer.token_bytes import token_bytes
-from jserve.weights.checkpoint import Checkpoint
-
-
-def load_tokenizer(
-    checkpoint: Checkpoint, tokenizer_path: str | None = None, chat_template: str | None = None
-) -> Tokenizer:
-    """As sources.find_source finds it; ConfigError when there is none."""
-    return Tokenizer(find_source(checkpoint, tokenizer_path, chat_template))
 
 
 class Tokenizer:
     """One model's tokenizer. Raises ConfigError when its tokens do not stand alone."""
 
-    def __init__(self, source: TokenizerSource) -> None:
-        self.source = source
-        self._pipeline = pipeline = source.pipeline
+    def __init__(self, source: TokenizerSource, timing: Timing = UNTIMED) -> None:
+        self.source, pipeline = source, source.pipeline
+        self._encode = timing.watch("prompt_tokenize_seconds", pipeline.encode_batch_fast)
+        self._render = timing.watch("prompt_template_seconds", ChatTemplate.render)
         self._templates = {
             name: ChatTemplate(text, source.special) for name, text in source.templates.items()
         }
@@ -53,16 +47,11 @@ class Tokenizer:
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Ids of `text`, special tokens in it too; `add_special`: with BOS and EOS."""
         try:
-            return self._pipeline.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
+            return self._encode([text], add_special_tokens=add_special)[0].ids
         except TypeError:
             raise RequestError("text must not hold lone surrogates.", "text") from None
 
-    def decode(
-        self,
-        ids: Sequence[int],
-        skip_special_tokens: bool = True,
-        spaces_between_special_tokens: bool = True,  # nothing is: as in every fast tokenizer
-    ) -> str:
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of a whole sequence; bytes that are not UTF-8 become U+FFFD."""
         data = b"".join(self.pieces(ids, skip_special_tokens))
         for _ in range(self._leading_blanks):
@@ -91,9 +80,7 @@ class Tokenizer:
         """
         name = "tool_use" if options.get("tools") and "tool_use" in self._templates else "default"
         if name not in self._templates:
-            has_none = (
-                "this model has no chat template; give --chat-template or use /v1/completions."
-            )
-            raise RequestError(has_none, "messages")
-        text = self._templates[name].render(messages, **options)
+            remedy = "give --chat-template or use /v1/completions."
+            raise RequestError(f"this model has no chat template; {remedy}", "messages")
+        text = self._render(self._templates[name], messages, **options)
         return self.encode(text, add_special=False)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import re
-from collections.abc import KeysView, Mapping
+from collections.abc import Callable, KeysView, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,6 +36,9 @@ _BUILTIN: Mapping[str, tuple[str, str, str]] = {
 _TOKENIZER_PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 _IGNORED_PATTERNS = ["original/*", "onnx/*", "consolidated*", "*.bin.index.json"]
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
+
+ConfigCheck = Callable[[Mapping[str, Any]], object]
 
 
 class ModelSource(Protocol):
@@ -94,18 +97,19 @@ class Checkpoint:
         return hf.SafetensorsSource(hf.find_shards(self.path))
 
 
-def open_checkpoint(model: ModelSource) -> Checkpoint:
+def open_checkpoint(model: ModelSource, check: ConfigCheck = lambda _: None) -> Checkpoint:
     """Find and open what `model.model_path` names, downloading a hub id to the local cache.
 
-    Raises ConfigError when nothing is there, when config.json is missing or broken, or when
-    `load_format` asks for another format than the one found.
+    `check` gets a folder's config before weights are looked for. Raises what it does, and
+    ConfigError when nothing is there, when config.json is missing or broken, or when `load_format`
+    asks for another format than the one found.
     """
     dummy = model.load_format == "dummy"
     path = resolve_path(model.model_path, model.revision, not dummy, "--model-path")
     if path.is_file():
         checkpoint = _open_file(path, dummy)
     else:
-        checkpoint = _open_folder(path, dummy)
+        checkpoint = _open_folder(path, dummy, check)
     if model.load_format not in ("auto", checkpoint.kind):
         raise ConfigError(
             f"--load-format {model.load_format} does not fit {path}, which is {checkpoint.kind}"
@@ -145,7 +149,7 @@ def _open_file(path: Path, dummy: bool) -> Checkpoint:
     )
 
 
-def _open_folder(path: Path, dummy: bool) -> Checkpoint:
+def _open_folder(path: Path, dummy: bool, check: ConfigCheck) -> Checkpoint:
     ggufs = [
         p for p in sorted(path.glob("*.gguf")) if "-of-" not in p.name or "-00001-of-" in p.name
     ]
@@ -155,6 +159,13 @@ def _open_folder(path: Path, dummy: bool) -> Checkpoint:
                 f"{path} holds several models; pass one: {', '.join(p.name for p in ggufs)}"
             )
         return _open_file(ggufs[0], dummy)
+    if not (path / "config.json").is_file():
+        raise ConfigError(
+            f"{path / 'config.json'}: no such file; a model is a folder with it and *.safetensors "
+            "or an Orbax checkpoint, or one .gguf file"
+        )
+    config = hf.read_json(path / "config.json")
+    check(config)
     if dummy:
         kind = "dummy"
     elif (path / ORBAX_FOLDER).is_dir():
@@ -165,7 +176,6 @@ def _open_folder(path: Path, dummy: bool) -> Checkpoint:
         raise ConfigError(
             f"{path}: no weights found (*.safetensors, one .gguf, or an Orbax checkpoint)"
         )
-    config = hf.read_json(path / "config.json")
     generation = path / "generation_config.json"
     return Checkpoint(kind, path, config, hf.read_json(generation) if generation.is_file() else {})
 

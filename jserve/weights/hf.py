@@ -95,8 +95,10 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{path}: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not valid JSON: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: a JSON object is expected")
     return content

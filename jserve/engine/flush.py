@@ -1,0 +1,28 @@
+"""Waiting for the engine to be idle, to flush its cache."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable
+
+from jserve.errors import RequestError
+from jserve.types import ControlReply
+
+_POLL = 0.02  # seconds between two attempts
+
+
+async def flush_when_idle(
+    control: Callable[[str], Awaitable[ControlReply]], timeout: float
+) -> ControlReply:
+    """Ask until it is done, at most `timeout` seconds long; → the last reply.
+
+    Raises RequestError for a timeout that is no number of seconds, and what `control` raises.
+    """
+    if not 0 <= timeout < math.inf:
+        raise RequestError(f"timeout must be seconds, at least 0, got {timeout}.", "timeout")
+    deadline = time.monotonic() + timeout
+    while not (reply := await control("flush_cache")).ok and time.monotonic() < deadline:
+        await asyncio.sleep(_POLL)
+    return reply

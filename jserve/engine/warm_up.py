@@ -1,0 +1,96 @@
+"""Prompts that are computed before the requests that share them start, so that these find them in
+the prefix cache.
+
+Owns what is worth it, and aborts that come meanwhile. Knows nothing of the cache but its page size;
+that requests which are already there share a prefix is the scheduler's to see.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from jserve.engine.client import EngineClient
+from jserve.engine.refusals import raise_refusal
+from jserve.types import Abort, SamplingParams, Submit
+
+MIN_SHARED = 64  # tokens; shorter ones take less time to compute again than to wait for
+
+
+async def warm_up(client: EngineClient, prompts: Sequence[Submit], waiting: Sequence[str]) -> None:
+    """Compute the prompts. Sequences with the ids `waiting` start behind it: what aborts them until
+    then ends them when they do.
+
+    Raises what a prompt is refused with. One that is aborted is not waited for any longer.
+    """
+    for rid in waiting:
+        client.aborted_early.setdefault(rid, False)
+    if all(client.aborted_early[rid] for rid in waiting):
+        return
+    try:
+        with client.open(prompts) as inbox:
+            for _ in prompts:
+                while (delta := await inbox.get()).finish is None:
+                    pass
+                client.close(delta.rid)
+                raise_refusal(delta.finish)
+    except BaseException:  # cancelled, too
+        forget(client, waiting)
+        raise
+
+
+def prefix_of(submit: Submit, rid: str, length: int) -> Submit:
+    """The first `length` tokens of the prompt as a request, in the same namespace."""
+    ids, nothing = submit.prompt_ids[:length], SamplingParams(max_new_tokens=0)
+    return msgspec.structs.replace(submit, rid=rid, prompt_ids=ids, sampling=nothing, logprobs=None)
+
+
+def shared_prefixes(submits: Sequence[Submit], page_size: int) -> list[Submit]:
+    """For each cache namespace, the prefix of whole pages that all its prompts begin with, if it is
+    long enough. Prompts that cannot reuse that much are left aside.
+    """
+    spaces: dict[tuple[str | None, str | None], list[Submit]] = {}
+    for submit in submits:
+        if reusable(submit) >= MIN_SHARED:
+            spaces.setdefault((submit.extra_key, submit.cache_salt), []).append(submit)
+    prefixes = []
+    for members in spaces.values():
+        common = _num_common([one.prompt_ids for one in members])
+        length = min(common, *map(reusable, members)) // page_size * page_size
+        if len(members) > 1 and length >= MIN_SHARED:
+            # what aborts all members by their common beginning aborts this
+            rid = members[0].rid[: _num_common([one.rid for one in members])]
+            prefixes.append(prefix_of(members[0], f"{rid}_{uuid.uuid4().hex}", length))
+    return prefixes
+
+
+def reusable(submit: Submit) -> int:
+    """Prompt tokens that may come from the cache: not the last, nor those that are scored."""
+    most = len(submit.prompt_ids) - 1
+    if submit.logprobs is None or submit.logprobs.start_len < 0:
+        return most
+    return min(most, submit.logprobs.start_len)
+
+
+def abort(client: EngineClient, rid: str, abort_all: bool) -> None:
+    """End every request whose id starts with `rid`, also those that wait to be submitted."""
+    for waiting in list(client.aborted_early):
+        if abort_all or waiting.startswith(rid):
+            client.aborted_early[waiting] = True
+    client.send(Abort(rid=rid, exact=False, abort_all=abort_all))
+
+
+def forget(client: EngineClient, waiting: Sequence[str]) -> None:
+    """These will not start."""
+    for rid in waiting:
+        client.aborted_early.pop(rid, None)
+
+
+def _num_common(lists: Sequence[Any]) -> int:
+    """How many items all the lists, or texts, begin with."""
+    first, last = min(lists), max(lists)  # of all, these have the least in common
+    pairs = enumerate(zip(first, last, strict=False))
+    return next((i for i, (one, other) in pairs if one != other), min(len(first), len(last)))

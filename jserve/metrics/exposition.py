@@ -1,0 +1,104 @@
+"""The metrics as Prometheus reads them. Knows families and labels, not how anything was counted."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
+
+import prometheus_client
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from jserve.metrics.families import ALIASES, FAMILIES, Family
+from jserve.metrics.histogram import Histogram, numbers
+from jserve.types import Gauges
+
+CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
+_RANKS = {"tp_rank": "0", "pp_rank": "0"}
+_UNKNOWN = Family("scheduler", "")
+_T = TypeVar("_T")
+
+Values = Mapping[str, float]
+Counts = Mapping[str, list[float]]  # of histogram.numbers
+
+
+class Exposition(Collector):
+    """Shows `counters` and `histograms`, of what this process observes, and the `engine`'s latest
+    numbers, all by series; those of FAMILIES that nobody has are zero."""
+
+    def __init__(
+        self,
+        prefix: str,
+        model_name: str,
+        engine: Callable[[], Gauges],
+        counters: Mapping[str, float],
+        histograms: Mapping[str, Histogram],
+    ) -> None:
+        self._engine = engine
+        self._prefix = f"{prefix}:"  # as SGLang's names: sglang:num_running_reqs
+        request = {"model_name": model_name, "engine_type": "unified"}
+        self._labels = {
+            "request": request,
+            "scheduler": request | _RANKS | {"moe_ep_rank": "0"},
+            "cache": {"cache_type": "RadixCache"} | _RANKS | {"dp_rank": "0"},
+        }
+        self._counters = counters
+        self._histograms = histograms
+        self._registry = prometheus_client.CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def render(self) -> bytes:
+        """The exposition text, of type CONTENT_TYPE."""
+        return prometheus_client.generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        engine = self._engine()
+        values = {**_with_aliases(engine.values), **self._counters}
+        counts = _with_aliases(engine.histograms) | numbers(self._histograms)
+        given: dict[str, list[str]] = {name: [] for name in FAMILIES}
+        for series in itertools.chain(values, counts):
+            given.setdefault(series.partition("/")[0], []).append(series)
+        for name, more in given.items():
+            family = FAMILIES.get(name, _UNKNOWN)
+            series = list(dict.fromkeys((*family.series(name), *more)))
+            yield self._metric(name, family, series, values, counts)
+
+    def _metric(
+        self, name: str, family: Family, series: list[str], values: Values, counts: Counts
+    ) -> Metric:
+        labels, text = self._labels[family.source], family.about or name
+        extra = (family.label[0],) if family.label[0] else ()
+        label_names = (*labels, *extra)
+        if family.bounds:
+            metric = HistogramMetricFamily(self._prefix + name, text, labels=label_names)
+            bounds = [*map(floatToGoString, family.bounds), "+Inf"]
+            for one in series:
+                *numbers, total = counts.get(one, [0.0] * (len(bounds) + 1))
+                buckets = list(zip(bounds, itertools.accumulate(numbers), strict=True))
+                metric.add_metric(_label_values(labels, one), buckets, total)
+            return metric
+        kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+        metric = kind(self._prefix + name, text, labels=label_names)
+        for one in series:
+            metric.add_metric(_label_values(labels, one), values.get(one, 0.0))
+        return metric
+
+
+def _label_values(labels: Mapping[str, str], series: str) -> list[str]:
+    _, slash, value = series.partition("/")
+    return [*labels.values(), *([value] if slash else ())]
+
+
+def _with_aliases(of_engine: Mapping[str, _T]) -> dict[str, _T]:
+    """An engine's series and what they stand for, without those that are this process's to count:
+    it knows their labels."""
+    aliases = {name: of_engine[source] for name, source in ALIASES.items() if source in of_engine}
+    own = {n: v for n, v in of_engine.items() if FAMILIES.get(n, _UNKNOWN).source != "request"}
+    return own | aliases

@@ -1,0 +1,128 @@
+"""/v1/loads and /get_load: how busy the engine is, for routers.
+
+From its latest gauges: asking costs the engine nothing, and the answer is at most a moment old.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jserve import __version__
+from jserve.errors import RequestError
+from jserve.metrics import CONTENT_TYPE
+from jserve.server.exchange import Serving
+from jserve.server.replies import json_response
+
+_SECTIONS = ("core", "memory", "spec", "lora", "disagg", "queues", "all")
+_FORMATS = ("json", "prometheus")
+_PARAMETERS = ("dp_rank", "include", "format")
+_GIB = 1 << 30
+
+
+class LoadRoutes:
+    """`include` adds sections to the core keys (all by default); those of features that are not
+    there are left out."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+
+    async def loads(self, request: Request) -> Response:
+        """The load of each data-parallel rank, of which there is one."""
+        query = request.query_params
+        for name in query:
+            if name not in _PARAMETERS:
+                raise RequestError(f"{name} is not a parameter of /v1/loads.", name)
+        _check("dp_rank", query.get("dp_rank", "0"), ("0",))
+        _check("format", form := query.get("format", "json"), _FORMATS)
+        wanted = [section.strip() for section in query.get("include", "all").split(",")]
+        for section in wanted:
+            _check("include", section, _SECTIONS)
+        gauges, info = self._serving.engine.gauges, self._serving.engine.server_info
+        load = core(gauges, info)
+        sections = {"memory": _memory(gauges, info), "queues": _queues(gauges)}
+        load |= {name: keys for name, keys in sections.items() if {name, "all"} & set(wanted)}
+        if form == "prometheus":
+            prefix = self._serving.config.server.metrics_prefix
+            return Response(_exposition(prefix, load), media_type=CONTENT_TYPE)
+        envelope = {
+            "timestamp": datetime.datetime.now(datetime.UTC).isoformat(),
+            "version": __version__,
+            "accelerator": info.get("device", "unknown"),
+            "num_accelerators": self._serving.config.execution.tp_size,
+            "loads": [load],
+        }
+        return json_response(envelope)
+
+    async def get_load(self, request: Request) -> Response:
+        load = core(self._serving.engine.gauges, self._serving.engine.server_info)
+        running, waiting = load["num_running_reqs"], load["num_waiting_reqs"]
+        keys = {"num_reqs": running + waiting, "num_waiting_reqs": waiting}
+        return json_response([{"dp_rank": 0, **keys, "num_tokens": load["num_used_tokens"]}])
+
+
+def core(gauges: Mapping[str, float], info: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that every load has.
+
+    What a waiting prompt will find in the cache is known only when it is admitted, so its uncached
+    tokens are estimated by the last hit rate. Without prefill/decode disaggregation every token is
+    active that is used or waited for.
+    """
+
+    def count(name: str) -> int:
+        return int(gauges.get(name, 0))
+
+    hit_rate, waiting = gauges.get("cache_hit_rate", 0.0), count("num_waiting_tokens")
+    total = count("num_used_tokens") + waiting
+    return {
+        "dp_rank": 0,
+        "num_running_reqs": count("num_running_reqs"),
+        "num_waiting_reqs": count("num_queue_reqs"),
+        "num_waiting_uncached_tokens": round(waiting * (1 - hit_rate))
+        + count("num_chunked_tokens"),
+        "num_used_tokens": count("num_used_tokens"),
+        "num_total_tokens": total,
+        "num_active_tokens": total,
+        "max_total_num_tokens": count("max_total_num_tokens")
+        or int(info.get("max_total_num_tokens", 0)),
+        "max_running_requests": int(info.get("max_running_requests", 0)),
+        "token_usage": round(gauges.get("token_usage", 0.0), 4),
+        "gen_throughput": round(gauges.get("gen_throughput", 0.0), 2),
+        "cache_hit_rate": round(hit_rate, 4),
+        "utilization": round(gauges.get("utilization", 0.0), 4),
+    }
+
+
+def _memory(gauges: Mapping[str, float], info: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "weight_gb": round(info.get("weight_bytes", 0) / _GIB, 3),
+        "token_capacity": int(gauges.get("max_total_num_tokens", 0)),
+    }
+
+
+def _queues(gauges: Mapping[str, float]) -> dict[str, int]:
+    names = {"waiting": "queue", "grammar": "grammar_queue", "paused": "paused"}
+    names["retracted"] = "retracted"
+    return {key: int(gauges.get(f"num_{name}_reqs", 0)) for key, name in names.items()}
+
+
+def _check(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise RequestError(f"{name} must be one of {', '.join(known)}, got {value!r}.", name)
+
+
+def _exposition(prefix: str, load: Mapping[str, Any]) -> str:
+    """Gauges named prefix_key or prefix_section_key."""
+    lines, rank = [], load["dp_rank"]
+    flat = {key: value for key, value in load.items() if not isinstance(value, dict)}
+    for section in ("memory", "queues"):
+        flat |= {f"{section}_{key}": value for key, value in load.get(section, {}).items()}
+    del flat["dp_rank"]
+    for key, value in flat.items():
+        name = f"{prefix}_{key}"
+        lines += [f"# TYPE {name} gauge", f'{name}{{dp_rank="{rank}"}} {value}']
+    return "\n".join(lines) + "\n"
