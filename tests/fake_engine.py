@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ import numpy as np
 from jserve.cache.manager import CacheManager
 from jserve.config import Config
 from jserve.engine.loop import Loop
+from jserve.metrics.step_clock import step_timing
+from jserve.metrics.timing import UNTIMED, Timing
 from jserve.plan import SampledLogprobs, ScoreOutcome, StepOutcome, StepPlan
 from jserve.scheduler.request import SchedulerSettings
 from jserve.scheduler.scheduler import Scheduler
@@ -107,6 +110,7 @@ class ScriptedRunner:
     compiled = (1, 1)
 
     def __init__(self, step_seconds: float = 0.0) -> None:
+        self.tokens: Counter[str] = Counter()
         self.events: list[tuple[str, int]] = []
         self.fail: set[tuple[str, int]] = set()  # (name, call number of that name) to raise at
         self.closed = False
@@ -122,6 +126,8 @@ class ScriptedRunner:
 
     def launch(self, plan: StepPlan) -> Flight:
         self.note("launch", plan)
+        self.tokens[f"bucket_real_tokens_total/{plan.kind.value}"] += plan.num_tokens
+        self.tokens[f"bucket_padded_tokens_total/{plan.kind.value}"] += 64
         time.sleep(self._step_seconds)
         return Flight(plan, self)
 
@@ -145,7 +151,9 @@ class ScriptedRunner:
         self.closed = True
 
 
-def make_scheduler(depth: int = 1, num_pages: int = 400, **settings: Any) -> Scheduler:
+def make_scheduler(
+    depth: int = 1, num_pages: int = 400, timing: Timing = UNTIMED, **settings: Any
+) -> Scheduler:
     numbers: dict[str, Any] = {
         "num_slots": 16,
         "context_length": CONTEXT,
@@ -155,12 +163,15 @@ def make_scheduler(depth: int = 1, num_pages: int = 400, **settings: Any) -> Sch
         "vocab_size": VOCAB,
         "lookahead": depth,
     }
-    return Scheduler(SchedulerSettings(**numbers | settings), CacheManager(num_pages, PAGE))
+    cache = CacheManager(num_pages, PAGE, timing=timing)
+    return Scheduler(SchedulerSettings(**numbers | settings), cache)
 
 
 def build(config: Config, channel: Any) -> Loop:
     """What Engine(builder="tests.fake_engine:build") runs; 1 ms a step."""
-    return make_loop(channel, ScriptedRunner(0.001), watchdog_timeout=30.0)
+    timing = step_timing() if config.server.enable_metrics else UNTIMED
+    scheduler = make_scheduler(timing=timing)
+    return make_loop(channel, ScriptedRunner(0.001), scheduler=scheduler, watchdog_timeout=30.0)
 
 
 def build_dying(config: Config, channel: Any) -> Loop:
@@ -172,6 +183,14 @@ def build_dying(config: Config, channel: Any) -> Loop:
 
 def build_hanging(config: Config, channel: Any) -> Loop:
     return make_loop(channel, ScriptedRunner(2.0), watchdog_timeout=0.3)
+
+
+def build_impatient(config: Config, channel: Any) -> Loop:
+    """No request may run for longer than 0.1 s, i.e. about 100 tokens; 0.05 s in the queue."""
+    limits = {"req_running_timeout": 0.1, "req_waiting_timeout": 0.05}
+    return make_loop(
+        channel, ScriptedRunner(0.001), scheduler=make_scheduler(1, num_slots=1, **limits)
+    )
 
 
 def build_refused(config: Config, channel: Any) -> Loop:
@@ -189,6 +208,7 @@ def make_loop(channel: Any, runner: ScriptedRunner, depth: int = 1, **options: A
     facts = {
         "model_config": dataclasses.asdict(MODEL),
         "context_length": CONTEXT,
+        "page_size": PAGE,
         "pid": os.getpid(),
     }
     return Loop(scheduler, runner, channel, depth=depth, page_size=PAGE, facts=facts, **options)

@@ -86,6 +86,7 @@ class Settings:
     max_total_tokens: int | None = 400
     mem_fraction_static: float = 0.9
     recompile_guard: str = "error"
+    swa_full_tokens_ratio: float | None = None
 
 
 @dataclasses.dataclass

@@ -15,9 +15,12 @@ from collections.abc import AsyncGenerator
 import httpx
 
 from jserve.config import Config
+from jserve.engine.batch_stream import merged
+from jserve.engine.ranges import check_ranges
 from jserve.errors import EngineDeadError, QueueFullError, RequestError
 from jserve.metrics import Metrics
 from jserve.server.app import create_app
+from jserve.tokenizer.stop_regex import check_stop_regexes
 from jserve.types import (
     ControlReply,
     FinishReason,
@@ -117,6 +120,7 @@ class FakeEngine:
         }
         self.gauges = {"num_running_reqs": 2.0, "num_queue_reqs": 1.0, "num_used_tokens": 48.0}
         self.metrics = Metrics("jserve", "fake")
+        self.meter = self.metrics.meter
         self.healthy = True
         self.busy = False  # flush_cache fails
         self.queue_full = False
@@ -124,6 +128,8 @@ class FakeEngine:
         self.open: dict[str, asyncio.Event] = {}  # set: aborted
         self.closed: list[str] = []  # ended before their last Output
         self.aborts = []
+        self.controls = []  # (op, arguments) that were asked
+        self.paused = False  # generation would never come back
 
     async def generate_stream(self, req: GenerateRequest) -> AsyncGenerator[Output, None]:
         self.requests.append(req)
@@ -144,6 +150,9 @@ class FakeEngine:
             if not done:
                 self.closed.append(rid)
 
+    def generate_batch(self, reqs):
+        return merged([self.generate_stream(req) for req in reqs], [r.sampling.n for r in reqs])
+
     def _check(self, req):
         if not self.healthy:
             raise EngineDeadError("the engine process ended with exit code -9")
@@ -155,7 +164,8 @@ class FakeEngine:
             if req.input_ids is None
             else req.input_ids
         )
-        req.sampling.verify(VOCAB)
+        check_ranges(req.sampling, VOCAB)
+        check_stop_regexes(req.sampling.stop_regex)
         wanted = req.sampling.max_new_tokens or 0
         if not prompt_ids:
             raise RequestError(f"{field} must hold at least one token.", field)
@@ -229,12 +239,13 @@ class FakeEngine:
             prompt_ids=prompt_ids,
         )
 
-    async def control(self, op):
+    async def control(self, op, **args):
+        self.controls.append((op, args))
         if not self.healthy:
             raise EngineDeadError("the engine process ended with exit code -9")
         if op == "flush_cache":
             return ControlReply(id="1", ok=not self.busy, message="busy" if self.busy else "")
-        return ControlReply(id="1", ok=True, payload={"token_usage": 0.25})
+        return ControlReply(id="1", ok=True, payload={"token_usage": 0.25, "paused": self.paused})
 
     def abort(self, rid="", abort_all=False):
         self.aborts.append((rid, abort_all))

@@ -9,6 +9,7 @@ reused, shared or freed wrongly fails the test at once.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -203,7 +204,13 @@ class Simulation:
     """
 
     def __init__(
-        self, *, num_pages: int = 64, depth: int = 1, radix: bool = True, **settings: object
+        self,
+        *,
+        num_pages: int = 64,
+        depth: int = 1,
+        radix: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+        **settings: object,
     ) -> None:
         numbers: dict = {
             "num_slots": 4,
@@ -217,7 +224,7 @@ class Simulation:
         }
         self.settings = SchedulerSettings(**(numbers | settings))
         self.cache = CacheManager(num_pages, self.settings.page_size, radix=radix)
-        self.scheduler = Scheduler(self.settings, self.cache)
+        self.scheduler = Scheduler(self.settings, self.cache, clock)
         self.runner = ScriptedRunner(num_pages, self.settings.page_size, self.settings.num_slots)
         self.depth = depth
         self.queue: deque[Flight] = deque()
@@ -256,7 +263,7 @@ class Simulation:
         return None if reason is None else reason.type
 
     def free_and_cached(self) -> bool:
-        return self.cache.available_pages == self.cache.total_pages
+        return self.cache.full_pages == self.cache.total_pages
 
 
 def submit(
@@ -268,6 +275,7 @@ def submit(
     stream: bool = False,
     extra_key: str | None = None,
     cache_salt: str | None = None,
+    priority: int | None = None,
     **sampling: object,
 ) -> Submit:
     params: dict = {"max_new_tokens": max_new_tokens, "sampling_seed": 5, **sampling}
@@ -279,6 +287,7 @@ def submit(
         stream=stream,
         extra_key=extra_key,
         cache_salt=cache_salt,
+        priority=priority,
     )
 
 

@@ -26,8 +26,17 @@ def free_port() -> int:
 def serving(
     *flags: str, timeout: float = 300.0, env: dict[str, str] | None = None
 ) -> Iterator[httpx.Client]:
-    """Start the server with `flags`, yield a client bound to it once /health answers 200, stop it
-    at exit.
+    """As serving_process, without the process."""
+    with serving_process(*flags, timeout=timeout, env=env) as (client, _):
+        yield client
+
+
+@contextlib.contextmanager
+def serving_process(
+    *flags: str, timeout: float = 300.0, env: dict[str, str] | None = None
+) -> Iterator[tuple[httpx.Client, subprocess.Popen[bytes]]]:
+    """Start the server with `flags`, yield a client bound to it once /health answers 200 and the
+    API process, stop it at exit.
 
     The server runs with one CPU device and `--recompile-guard error`: a compile after ready fails
     the test that caused it.
@@ -55,7 +64,7 @@ def serving(
             client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=timeout)
             with client:
                 _wait_ready(process, client, log, timeout)
-                yield client
+                yield client, process
         finally:
             _stop(process)
 

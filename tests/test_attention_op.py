@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention import AttentionMeta, KVLayer, attend, uses_fused_layout
+from pallas_kernels.attention import AttentionMeta, KVLayer, attend, mosaic_tpu, uses_fused_layout
 from pallas_kernels.dispatch import dispatch
 
 IMPLEMENTATIONS = ("reference", "xla", "pallas_triton_interpret")
@@ -237,6 +237,79 @@ def _assert_written(
     keep = np.ones(len(after), bool)
     keep[trash] = False
     np.testing.assert_array_equal(after[keep], expected[keep])
+
+
+FREED = {
+    "decode": Case(DECODE, 4, decode_only=True, window=20),
+    "decode, one page a window": Case(DECODE, 4, decode_only=True, window=16, soft_cap=5.0),
+    "decode, pages of one token": Case(
+        ((1, 9), (1, 30)), 2, decode_only=True, page_size=1, window=4
+    ),
+    "mixed": Case(MIXED, 2, window=9),
+    "a chunk of many tiles": Case(((1, 3), (1, 180), (70, 190)), 2, group=4, window=33),
+    "bfloat16": Case(MIXED, 2, dtype="bfloat16", window=9),
+}
+
+
+def without_freed_pages(case: Case, batch: Batch, junk: float) -> tuple[Batch, int]:
+    """The batch with 0 for each row's pages that no query of the step sees, and `junk` in the
+    trash page and in those pages; and how many there were.
+    """
+    assert case.window is not None
+    num_pages = batch.pool_k.shape[0] // NUM_LAYERS
+    table = np.array(batch.meta.page_table)
+    pool_k, pool_v = batch.pool_k.copy(), batch.pool_v.copy()
+    gone = [LAYER * num_pages]
+    for row, (q_len, kv_len) in enumerate(case.rows):
+        first = max(0, kv_len - q_len + 1 - case.window) // case.page_size
+        gone += (table[row, :first] + LAYER * num_pages).tolist()
+        table[row, :first] = 0
+    pool_k[gone] = pool_v[gone] = junk
+    meta = dataclasses.replace(batch.meta, page_table=jnp.asarray(table, jnp.int32))
+    return dataclasses.replace(batch, pool_k=pool_k, pool_v=pool_v, meta=meta), len(gone) - 1
+
+
+@pytest.mark.parametrize("name", FREED)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("junk", (3e4, -3e4, np.nan))
+def test_pages_freed_outside_the_window_are_never_seen(
+    implementation: str, name: str, junk: float
+) -> None:
+    """Whatever the trash page holds, also NaN; and who reads a freed page meanwhile owns it."""
+    case = FREED[name]
+    batch = make_batch(case)
+    expected = brute_force(case, batch)
+    batch, num_freed = without_freed_pages(case, batch, junk)
+    assert num_freed >= 3
+    out, _, _ = call(case, batch, implementation)
+    tolerance = 2e-5 if case.dtype == "float32" else 3e-2
+    np.testing.assert_allclose(
+        out[: case.num_tokens], expected[: case.num_tokens], atol=tolerance, rtol=tolerance
+    )
+
+
+@pytest.mark.parametrize("name", FREED)
+def test_the_tpu_kernel_is_shown_contexts_that_begin_at_the_window(name: str) -> None:
+    """Its contexts are shorter; what a reference computes over them is the same."""
+    case = FREED[name]
+    batch = make_batch(case)
+    expected = brute_force(case, batch)
+    batch, _ = without_freed_pages(case, batch, np.nan)
+    meta = batch.meta
+    most = 1 if case.decode_only else case.num_tokens
+    table, kv_lens = mosaic_tpu._from_window(meta, case.window or 0, case.page_size, most)
+    assert table.shape[1] <= meta.page_table.shape[1]
+    assert int(kv_lens.max()) < int(meta.kv_lens.max())
+    shift = np.append(np.asarray(meta.kv_lens - kv_lens), 0)
+    positions = np.asarray(meta.positions) - shift[np.asarray(meta.token_rows)]
+    meta = dataclasses.replace(
+        meta, page_table=table, kv_lens=kv_lens, positions=jnp.asarray(positions, jnp.int32)
+    )
+    out, _, _ = call(case, dataclasses.replace(batch, meta=meta), "reference")
+    tolerance = 2e-5 if case.dtype == "float32" else 3e-2
+    np.testing.assert_allclose(
+        out[: case.num_tokens], expected[: case.num_tokens], atol=tolerance, rtol=tolerance
+    )
 
 
 @pytest.mark.parametrize("implementation", ("reference", "xla"))

@@ -272,7 +272,7 @@ def test_without_radix_nothing_is_reused_and_nothing_leaks():
 def test_allocation_beyond_what_can_be_freed_is_refused_and_counted():
     manager = CacheManager(8, 4)
     grown(manager, tokens(20))
-    assert manager.allocate(3) is None and manager.allocator_failures == 1
+    assert manager.allocate(3) is None and manager.counters.allocator_failures == 1
     assert manager.allocate(2) is not None
 
 

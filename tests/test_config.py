@@ -166,6 +166,7 @@ def test_an_int_will_do_for_a_float() -> None:
     assert Config.from_flags(model_path="m", watchdog_timeout=5).server.watchdog_timeout == 5
 
 
+RANKED = {"enable_priority_scheduling": True}
 RESOLVE = [
     # device, flags, what comes out
     (CPU, {}, {"dtype": "float32", "kv_dtype": "float32", "num_slots": 32, "page_size": 16}),
@@ -178,6 +179,11 @@ RESOLVE = [
     (CPU, {"kv_cache_dtype": "bfloat16"}, {"dtype": "float32", "kv_dtype": "bfloat16"}),
     (CPU, {"disable_overlap_schedule": True}, {"overlap_depth": 0}),
     (CPU, {"disable_mixed_chunk": True, **NO_RADIX}, {"radix": False, "mixed": False}),
+    (CPU, {**RANKED, "schedule_policy": "lof", "retraction_policy": "priority"}, {"policy": "lof"}),
+    (CPU, {}, {"mixed_chunk_size": 64}),
+    (CPU, {"chunked_prefill_size": 32}, {"mixed_chunk_size": 32}),
+    (CPU, {"mixed_chunk_size": 48}, {"mixed_chunk_size": 48}),
+    (H200, {}, {"mixed_chunk_size": 512}),
     (CPU, {"max_total_tokens": 1000, "page_size": 64}, {"max_total_tokens": 960}),
     (CPU, {"chunked_prefill_size": 65}, {"chunked_prefill_size": 80}),
     (CPU, {"chunked_prefill_size": 1}, {"chunked_prefill_size": 16}),
@@ -228,6 +234,7 @@ def test_auto_dtype_is_the_checkpoints_on_an_accelerator_and_float32_on_cpu(dtyp
         (CPU, {"max_total_tokens": 8}, ("--max-total-tokens", "--page-size")),
         (CPU, {"schedule_policy": "lpm", **NO_RADIX}, ("--schedule-policy", "--disable-radix")),
         (CPU, {"schedule_policy": "dfs-weight", **NO_RADIX}, ("--disable-radix-cache",)),
+        (CPU, {"mixed_chunk_size": 8, "disable_mixed_chunk": True}, ("--mixed-ch", "--disable-mi")),
         (CPU, {"dtype": "bfloat16", "kv_cache_dtype": "float32"}, ("--kv-cache-dtype", "--dtype")),
         (CPU, {"attention_backend": "mosaic_tpu"}, ("--attention-backend", "--device")),
         (H200, {"attention_backend": "mosaic_tpu"}, ("--attention-backend", "--device")),
@@ -239,6 +246,14 @@ def test_auto_dtype_is_the_checkpoints_on_an_accelerator_and_float32_on_cpu(dtyp
             ("--chunked-prefill-size", "--max-prefill-tokens"),
         ),
         (CPU, {"chunked_prefill_size": 0}, ("--chunked-prefill-size",)),
+        (CPU, {**RANKED, "schedule_policy": "lpm"}, ("--enable-priority-sch", "lpm", "--schedule")),
+        (CPU, {**RANKED, "schedule_policy": "dfs-weight"}, ("--enable-priority", "dfs-weight")),
+        (CPU, {**RANKED, "schedule_policy": "random"}, ("--enable-priority", "random")),
+        (CPU, {"default_priority_value": 0}, ("--default-priority-value 0", "--enable-priority")),
+        (CPU, {"schedule_low_priority_values_first": True}, ("--schedule-low", "--enable-pri")),
+        (CPU, {"disable_priority_preemption": True}, ("--disable-priority", "--enable-priority")),
+        (CPU, {"priority_scheduling_preemption_threshold": 3}, ("-threshold 3", "--enable-prio")),
+        (CPU, {"retraction_policy": "priority"}, ("--retraction-policy", "--enable-priority")),
     ],
 )  # fmt: skip
 def test_options_that_cannot_work_together_are_refused_and_both_named(

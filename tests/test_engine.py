@@ -7,12 +7,14 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_engine import CONTEXT, VOCAB, ByteTokenizer, continuation
 
 from jserve.engine.engine import Engine, render_output, sampling_from_dict
+from jserve.engine.ranges import check_ranges
 from jserve.errors import ConfigError, EngineDeadError, RequestError, WeightError
 from jserve.types import (
     Abort,
@@ -162,6 +164,21 @@ def test_a_stop_string_in_the_middle_ends_the_request_in_the_engine(
     aborts = [m for m in sent if isinstance(m, Abort)]
     assert [(m.rid, m.stopped, m.exact) for m in aborts] == [(outputs[-1].rid, True, True)]
     assert outputs[-1].finish is not None and outputs[-1].finish.matched == stop
+    wait_idle(engine)
+
+
+def test_an_id_used_again_at_once_gets_no_token_of_the_request_before(engine: Engine) -> None:
+    async def both() -> list[str]:
+        texts = []
+        for prompt in ("hello", "world") * 30:  # the engine is ahead by a token or two
+            stop = text_of(prompt, 2)[1]
+            body = await engine.async_generate(
+                prompt, {"max_new_tokens": 300, "stop": stop, "temperature": 0}, rid="again"
+            )
+            texts.append(body["text"])
+        return texts
+
+    assert asyncio.run(both()) == [text_of("hello", 1), text_of("world", 1)] * 30
     wait_idle(engine)
 
 
@@ -322,7 +339,8 @@ def test_numbers_that_the_device_cannot_hold_are_refused_by_name(
 
 def test_the_largest_numbers_are_taken() -> None:
     most = {"max_new_tokens": None, "min_new_tokens": 2**31 - 1, "stream_interval": 2**31 - 1}
-    sampling_from_dict({**most, "logit_bias": {"3": -1e30}, "top_k": 2**30}).verify(VOCAB)
+    params = sampling_from_dict({**most, "logit_bias": {"3": -1e30}, "top_k": 2**30})
+    check_ranges(params, VOCAB)
 
 
 @pytest.mark.parametrize(("length", "inside"), [(32 * 1024, True), (32 * 1024 + 1, False)])
@@ -437,16 +455,20 @@ def test_metrics_count_tokens_and_latencies_and_pass_gauges_on() -> None:
         body = engine.generate("hello", {"max_new_tokens": 4})
         assert body["meta_info"]["queue_time"] >= 0
         assert body["meta_info"]["first_token_latency"] > 0
+        assert 0 < body["meta_info"]["decode_throughput"] < 10_000
+        one = engine.generate("hello", {"max_new_tokens": 1})["meta_info"]
+        assert one["completion_tokens"] == 1 and "decode_throughput" not in one
         deadline = time.monotonic() + 3
         while "token_usage" not in engine.gauges and time.monotonic() < deadline:
             time.sleep(0.02)
         text = engine.metrics.render().decode()
-    labels = 'engine_type="unified",is_streaming="True",model_name="m"'
+    request = 'engine_type="unified",model_name="m"'
+    labels = 'engine_type="unified",is_streaming="true",model_name="m"'
     for line in (
         f"jserve:generation_tokens_total{{{labels}}} 30.0",
         f"jserve:prompt_tokens_total{{{labels}}} 5.0",
         f"jserve:time_to_first_token_seconds_count{{{labels}}} 1.0",
-        f"jserve:inter_token_latency_seconds_count{{{labels}}} 29.0",
+        f"jserve:inter_token_latency_seconds_count{{{request}}} 29.0",
         f"jserve:e2e_request_latency_seconds_count{{{labels}}} 1.0",
     ):
         assert line in text
@@ -455,12 +477,15 @@ def test_metrics_count_tokens_and_latencies_and_pass_gauges_on() -> None:
     assert len(names) == len(set(names))
 
 
-def test_start_up_errors_are_raised_by_the_constructor() -> None:
+def test_start_up_errors_are_raised_by_the_constructor(tmp_path: Path) -> None:
     with pytest.raises(WeightError, match="tensor lm_head"):
         start("build_refused")
     with pytest.raises(EngineDeadError, match="has no attribute 'nothing'"):
         start("nothing")
     with pytest.raises(ConfigError, match="no/such/folder"):
         Engine(model_path="no/such/folder", inline=True, builder="fake_engine:build")
+    (tmp_path / "config.json").write_text('{"architectures": ["FooForCausalLM"]}')
+    with pytest.raises(ConfigError, match="FooForCausalLM is not supported; known: Llama"):
+        Engine(model_path=str(tmp_path), inline=True, builder="fake_engine:build")
     with pytest.raises(ConfigError, match="nonsense"):
         start(nonsense=1)

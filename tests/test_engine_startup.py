@@ -45,8 +45,16 @@ def shape(tmp_path: Path) -> str:
 
 
 def test_a_built_engine_answers_caches_and_compiles_nothing_while_serving(shape: str) -> None:
-    with Engine(shape, inline=True, **FLAGS) as engine:
+    events = {"publisher": "zmq", "endpoint": f"ipc://{shape}.events"}
+    cache = {
+        "radix_eviction_policy": "slru",
+        "radix_eviction_policy_config": '{"protected_threshold": 3}',
+        "kv_events_config": json.dumps(events),
+    }
+    with Engine(shape, inline=True, **FLAGS, **cache) as engine:
         info = engine.get_server_info()
+        assert (info["eviction"], info["protected_threshold"]) == ("slru", 3)
+        assert events.items() <= info["kv_events"].items()
         assert info["context_length"] == 64 and info["num_slots"] == 2
         assert info["max_total_num_tokens"] >= 2 * 64 and info["weight_bytes"] > 0
         assert engine.model_config.num_layers == 2
@@ -72,3 +80,35 @@ def test_what_cannot_be_built_is_one_config_error(shape: str) -> None:
     broken.write_text(json.dumps({**SHAPE, "architectures": ["NoSuchModel"]}))
     with pytest.raises(ConfigError, match="NoSuchModel"):
         Engine(str(broken), inline=True, **FLAGS)
+
+
+def test_windowed_layers_of_a_built_engine_have_a_small_pool_of_their_own(tmp_path: Path) -> None:
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    gemma = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+    windows = {"layer_types": kinds, "num_hidden_layers": 3, "sliding_window": 8}
+    path = tmp_path / "gemma.json"
+    path.write_text(json.dumps({**SHAPE, **gemma, **windows, "max_position_embeddings": 256}))
+    with Engine(
+        str(path), inline=True, max_total_tokens=800, swa_full_tokens_ratio=0.25, **FLAGS
+    ) as engine:
+        info = engine.get_server_info()
+        assert info["hybrid_swa"] and info["max_total_num_tokens"] == 800
+        whole = info["max_total_num_tokens_swa"]
+        assert whole == 200
+        params = {"max_new_tokens": 60, "temperature": 0, "ignore_eos": True}
+        prompts = [list(range(5 + i, 105 + i)) for i in range(3)]
+        alone = [engine.generate(input_ids=ids, sampling_params=params) for ids in prompts]
+        batch = engine.generate(input_ids=prompts, sampling_params=params)
+        assert [b["output_ids"] for b in batch] == [b["output_ids"] for b in alone]
+        turn = [*prompts[0], *alone[0]["output_ids"], 7]
+        again = engine.generate(input_ids=turn, sampling_params={"max_new_tokens": 4})
+        assert again["meta_info"]["cached_tokens"] >= 152
+        info = engine.get_server_info()
+        assert info["swa_available_tokens"] + info["swa_evictable_tokens"] == whole
+        assert info["recompiles_total"] == 0
+
+
+def test_a_size_of_a_window_pool_that_is_not_there_is_refused(shape: str) -> None:
+    for flags in ({}, {"disable_hybrid_swa_memory": True}):
+        with pytest.raises(ConfigError, match="--swa-full-tokens-ratio"):
+            Engine(shape, inline=True, swa_full_tokens_ratio=0.5, **flags, **FLAGS)

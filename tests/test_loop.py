@@ -295,6 +295,25 @@ def test_the_watchdog_reports_a_step_that_hangs_and_not_a_loop_that_rests(
     thread.join(5)
 
 
+def test_the_soft_watchdog_only_logs_the_stacks(capfd: pytest.CaptureFixture[str]) -> None:
+    api, engine_end = local_ends()
+    hung = threading.Event()
+    runner = ScriptedRunner(0.7)
+    loop = make_loop(engine_end, runner, watchdog_timeout=30.0, soft_watchdog_timeout=0.2)
+    thread = threading.Thread(target=loop.run, args=(hung.set,), daemon=True)
+    thread.start()
+    api.send(Submit(rid="a", prompt_ids=[1], sampling=SamplingParams(max_new_tokens=2)))
+    deadline, deltas = time.monotonic() + 10, []
+    while not any(d.finish for d in deltas) and time.monotonic() < deadline:
+        api.wait(1.0)
+        deltas += [d for m in api.drain() if isinstance(m, Deltas) for d in m.items]
+    assert deltas and deltas[-1].finish is not None and deltas[-1].finish.type == "length"
+    api.send(Control(id="bye", op="shutdown"))
+    thread.join(5)
+    dumps = capfd.readouterr().err.count("in launch")
+    assert dumps == 2 and not hung.is_set()  # one a step that hung
+
+
 def test_log_lines_have_the_fields_that_tools_parse(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "jserve.engine")
     rig = Rig()
@@ -309,6 +328,13 @@ def test_log_lines_have_the_fields_that_tools_parse(caplog: pytest.LogCaptureFix
     assert all("#running-req: " in line and "#queue-req: " in line for line in prefill)
     decode = [line for line in lines if line.startswith("Decode batch")]
     assert len(decode) == 2  # 99 decode steps
+    assert "cuda graph: False" in decode[0] and "token usage: 0." in decode[0]
+    caplog.clear()
+    rig = Rig(decode_log_interval=10)
+    rig.submit("a", [1] * 20, 100)
+    rig.run_until_finished("a")
+    decode = [one for one in caplog.messages if one.startswith("Decode batch")]
+    assert len(decode) == 9
     assert "#running-req: 1, #token: " in decode[0] and "gen throughput (token/s): " in decode[0]
 
 

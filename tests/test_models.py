@@ -121,7 +121,7 @@ def test_bfloat16_stays_near_float32_and_keeps_float32_logits():
     )
     assert {spec.dtype for spec in half.specs} == {"bfloat16"}
     ours.params = {key: value.astype("bfloat16") for key, value in ours.params.items()}
-    ours.kv = type(ours.kv)(*(pool.astype("bfloat16") for pool in ours.kv))
+    ours.kv = ours.kv._replace(k=ours.kv.k.astype("bfloat16"), v=ours.kv.v.astype("bfloat16"))
     ours.model = half
     rounded = ours.step([(0, ids)], random_tables(1))
     assert rounded.dtype == np.float32

@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 
 from jserve.errors import ConfigError
+from jserve.models.architectures import ARCHITECTURES
 from jserve.models.registry import FAMILIES, parse_config
 from jserve.models.rope_scaling import frequencies_of
 from jserve.types import RopeConfig
@@ -70,15 +71,16 @@ def test_defaults_fill_what_a_released_multi_modal_gemma_leaves_out():
 
 
 def test_a_config_without_architectures_is_known_by_its_model_type():
-    for name, family in FAMILIES.items():
-        hf = {**BASE, "architectures": None, "model_type": family.model_type}
+    assert ARCHITECTURES.keys() == FAMILIES.keys()
+    for name, model_type in ARCHITECTURES.items():
+        hf = {**BASE, "architectures": None, "model_type": model_type}
         assert parse_config(hf).architecture == name
 
 
 def test_an_unknown_architecture_lists_the_known_ones():
-    with pytest.raises(ConfigError, match=r"FooForCausalLM; known: .*Qwen3ForCausalLM"):
+    with pytest.raises(ConfigError, match=r"FooForCausalLM is not supported; known: .*Qwen3For"):
         parse_config({**BASE, "architectures": ["FooForCausalLM"]})
-    with pytest.raises(ConfigError, match=r"model_type 'foo'; known: "):
+    with pytest.raises(ConfigError, match=r"model_type 'foo' is not supported; known: "):
         parse_config({**BASE, "architectures": [], "model_type": "foo"})
 
 
@@ -91,6 +93,24 @@ def test_an_unknown_architecture_lists_the_known_ones():
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures must be a list"),
+        ({"architectures": [None]}, "architectures must be a list"),
+        ({"num_attention_heads": "4"}, "num_attention_heads must be a positive integer, is '4'"),
+        ({"num_attention_heads": 0}, "num_attention_heads"),
+        ({"num_hidden_layers": [4]}, "num_hidden_layers"),
+        ({"vocab_size": True}, "vocab_size"),
+        ({"num_key_value_heads": -1}, "num_key_value_heads"),
+        ({"head_dim": 1.5}, "head_dim"),
+        ({"max_position_embeddings": "2k"}, "max_position_embeddings"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps must be a number"),
+        ({"rope_theta": [1]}, "rope_theta"),
+        ({"rope_scaling": "linear"}, "rope settings must be an object"),
+        ({"text_config": 5}, "text_config must be an object"),
+        ({"eos_token_id": "</s>"}, "eos_token_id must be token ids"),
+        (
+            {"architectures": ["Qwen3ForCausalLM"], "layer_types": ["full_attention"]},
+            "layer_types is of 1 layers, num_hidden_layers is 4",
+        ),
     ],
 )
 def test_what_is_missing_or_unsupported_is_named(change, message):

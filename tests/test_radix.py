@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from jserve.cache.eviction import EVICTION_KEYS, Evictor
+from jserve.cache.eviction import Evictor
 from jserve.cache.integrity import nodes
 from jserve.cache.radix import Namespace, RadixTree
 
@@ -94,20 +94,6 @@ def test_a_locked_path_is_never_evicted():
     assert len(evictor.evict(99)) == 0
     tree.unlock(node)
     assert len(evictor.evict(99)) == 3
-
-
-@pytest.mark.parametrize(
-    ("policy", "victim"), [("lru", 30), ("fifo", 10), ("lfu", 20), ("slru", 20)]
-)
-def test_each_policy_evicts_its_own_victim(policy: str, victim: int):
-    assert policy in EVICTION_KEYS
-    tree = RadixTree(1)
-    evictor = Evictor(tree, policy)
-    for first, page in ((1, 10), (2, 20), (3, 30)):
-        add(tree, ids(first), page)
-    for first in (3, 3, 1, 1, 2):  # hits: three, one, two
-        found(tree, ids(first))
-    assert evictor.evict(1).tolist() == [victim]
 
 
 def test_match_and_insert_of_32k_tokens_take_a_millisecond_or_less():

@@ -114,6 +114,21 @@ def test_mixed_steps_carry_decode_rows_chunks_and_rows_that_do_not_sample(driver
     assert [len(r.outputs) for r in (a, b, c)] == [4, 1, 3]
 
 
+def test_tokens_are_counted_before_and_after_padding(driver):
+    before, requests = driver.runner.tokens.copy(), [FakeRequest(i, prompt(i, 5)) for i in range(3)]
+    for request in requests:
+        driver.admit(request)
+        driver.run([(request, 5)])  # of 8 tokens
+    driver.run([(request, 0) for request in requests])  # of 4 rows
+    counted = driver.runner.tokens - before
+    assert counted == {
+        "bucket_real_tokens_total/mixed": 15,
+        "bucket_padded_tokens_total/mixed": 24,
+        "bucket_real_tokens_total/decode": 3,
+        "bucket_padded_tokens_total/decode": 4,
+    }
+
+
 def test_a_step_in_which_nothing_samples_has_no_tokens(driver):
     request = driver.admit(FakeRequest(0, prompt(1, 9)))
     outcome = driver.run([(request, 8)])
@@ -536,7 +551,8 @@ def test_pages_leave_the_pool_and_return():
     rules = Rules(make_mesh(jax.devices(), tensor=2), TP)
     shape = dataclasses.replace(FakeModel.cache, num_layers=3)
     pool = allocate_pool(shape, 6, PAGE, "bfloat16", rules)
-    assert sum(leaf.nbytes for leaf in pool) == 6 * bytes_per_page(shape, PAGE, "bfloat16")
+    leaves = jax.tree.leaves(pool)
+    assert sum(leaf.nbytes for leaf in leaves) == 6 * bytes_per_page(shape, PAGE, "bfloat16")
     pages = np.array([4, 1], np.int32)
     content = jax.tree.map(
         lambda leaf: (
@@ -545,6 +561,7 @@ def test_pages_leave_the_pool_and_return():
         pool,
     )
     pool = scatter_pages(pool, pages, content, 3)
-    for found, expected in zip(gather_pages(pool, pages, 3), content, strict=True):
-        assert (np.asarray(found) == expected).all()
+    found = jax.tree.leaves(gather_pages(pool, pages, 3))
+    for leaf, expected in zip(found, jax.tree.leaves(content), strict=True):
+        assert (np.asarray(leaf) == expected).all()
     assert not np.asarray(gather_pages(pool, np.array([0, 2, 3, 5]), 3).k).any()

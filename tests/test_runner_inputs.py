@@ -17,6 +17,8 @@ from jserve.runner.masks import pad_mask
 from jserve.runner.memory import DeviceMemory
 from jserve.runner.programs import _unpack
 from jserve.runner.recount import pack_recounts
+from jserve.runner.window_share import WindowShare, kept_tokens
+from jserve.types import KVShape
 
 SLOTS, PAGE, PAGES = 6, 4, 9
 
@@ -70,7 +72,8 @@ def test_what_the_device_unpacks_is_what_the_plan_says(seed, decode_rows, chunks
     layout = StepLayout(8 if decode else SLOTS, 8 if decode else 32, SLOTS)
     last = np.arange(100, 101 + SLOTS, dtype=np.int32)
     state = SlotState(jnp.asarray(last), jnp.asarray(tables), jnp.zeros(1), ())  # type: ignore
-    ids, meta, state = _unpack(layout, jnp.asarray(layout.pack(plan)), state, PAGE, None)
+    ids, context, state = _unpack(layout, jnp.asarray(layout.pack(plan)), state, PAGE, None)
+    meta = context.meta
     rows, tokens = len(plan.slots), plan.num_tokens
     ends = np.cumsum(plan.q_lens)
     assert np.asarray(meta.cu_q_lens).tolist() == [
@@ -105,6 +108,43 @@ def test_what_the_device_unpacks_is_what_the_plan_says(seed, decode_rows, chunks
     assert fields.sample_tokens[:n].tolist() == (ends[sampling] - 1).tolist()
     assert fields.sample_slots.tolist() == [*plan.slots[sampling], *[SLOTS] * (SLOTS - n)]
     assert fields.sample_index[:n].tolist() == plan.output_index[sampling].tolist()
+
+
+def test_a_cache_group_has_tables_and_slots_of_its_own():
+    plan, tables, final = random_plan(5, 2, [9, 6])
+    with pytest.raises(AssertionError, match="len"):
+        StepLayout(SLOTS, 32, SLOTS, 1).pack(plan)
+    kept = np.where(tables >= 8, tables + 1000, 0)  # the pages before have been freed
+    shifted = np.where(plan.new_pages > 0, plan.new_pages + 1000, 0).astype(np.int32)
+    plan = dataclasses.replace(plan, group_new_pages=(shifted,))
+    layout = StepLayout(SLOTS, 32, SLOTS, 1)
+    state = SlotState(
+        jnp.zeros(1 + SLOTS, jnp.int32),
+        jnp.asarray(tables),
+        jnp.zeros(1),
+        (),  # type: ignore
+        (jnp.asarray(kept, jnp.int32),),
+    )
+    _, context, state = _unpack(layout, jnp.asarray(layout.pack(plan)), state, PAGE, None)
+    (meta,), (table,) = context.group_metas, state.group_tables
+    assert (
+        np.asarray(context.meta.page_table)
+        == np.asarray(state.page_table)[list(plan.slots) + [SLOTS] * 2]
+    ).all()
+    row_of = np.repeat(np.arange(len(plan.slots)), plan.q_lens)
+    position = np.concatenate(
+        [np.arange(k - q, k) for k, q in zip(plan.kv_lens, plan.q_lens, strict=True)]
+    )
+    slot = plan.slots[row_of]
+    fresh = final[slot, position // PAGE] + 1000  # where a token's page is new or was kept
+    old = np.asarray(kept)[slot, position // PAGE]
+    page = np.where((old == 0) & (tables[slot, position // PAGE] > 0), 0, fresh)
+    written = np.asarray(meta.write_slots)[: plan.num_tokens]
+    assert written.tolist() == (page * PAGE + position % PAGE).tolist()
+    for row, number in enumerate(plan.slots):
+        assert (np.asarray(meta.page_table)[row] == np.asarray(table)[number]).all()
+    assert not np.asarray(table)[SLOTS].any()
+    assert (np.asarray(meta.kv_lens) == np.asarray(context.meta.kv_lens)).all()
 
 
 def test_uploads_are_never_the_same_memory():
@@ -147,6 +187,10 @@ def test_an_edit_carries_every_parameter_bit_by_bit():
     assert values[:3].tolist() == [-100.0, 2.5, 0.0]
     assert fields.logprob_ids[0, :3].tolist() == [9, 8, 0]
     assert fields.pages[0].tolist() == [3, 2] + [0] * (PAGES - 2)
+    both = EditLayout(2, PAGES, SLOTS, 100, num_groups=1)
+    edit = dataclasses.replace(edit, group_pages=(np.array([0, 7], np.int32),))
+    tables = both.split(next(iter(both.pack([edit])))).pages[0].reshape(2, PAGES)
+    assert tables.tolist() == [[3, 2] + [0] * (PAGES - 2), [0, 7] + [0] * (PAGES - 2)]
 
 
 def test_recounts_come_in_blocks_padded_with_no_token():
@@ -174,5 +218,30 @@ def test_the_pool_gets_what_weights_and_the_largest_step_leave_in_64ths():
     assert dataclasses.replace(memory, weights=60 * gib).num_pages(0.8) == 0
     slightly_less = dataclasses.replace(memory, state=gib // 2 + 5000)
     assert slightly_less.num_pages(0.8) == memory.num_pages(0.8), "so that cache keys repeat"
+    share = WindowShare(3 * 2**20, 0.25, least=8, most=None)
+    hybrid = dataclasses.replace(memory, shares=(share,))
+    pages = hybrid.num_pages(0.8)
+    assert hybrid.pool(pages) <= 34 * gib < hybrid.pool(pages + 1), "largest that fits"
+    assert "sliding-window pool: 8 pages" in hybrid.table(21, 16)
+    only_windows = dataclasses.replace(hybrid, page=0)
+    assert share.pages(only_windows.num_pages(0.8)) == 34 * 1024 // 3
     table = memory.table(1024, 16)
     assert "KV pool: 16368 tokens in 1023 pages" in table and "free" in table
+
+
+def window_share(num_layers: int = 2, ratio: float | None = None, slots: int = 4) -> WindowShare:
+    group = KVShape(10, 1, 64, window=1024)
+    sizes = {"page_size": 16, "num_slots": slots, "chunk": 256, "context_length": 32_768}
+    return WindowShare.of(KVShape(num_layers, 1, 64), group, 1, ratio=ratio, **sizes)
+
+
+def test_a_window_pool_holds_a_request_and_at_most_every_slots_window_twice():
+    assert kept_tokens(1024, 16) == 1048
+    share = window_share()
+    one_window, chunk = 66 + 1, 16 + 1
+    assert share.pages(5) == 5, "never more than the full pool"
+    assert share.pages(101) == 1 + one_window + chunk, "but enough for one request"
+    assert share.pages(801) == 401, "half of the full pool's"
+    assert share.pages(1 << 20) == 1 + 8 * one_window + chunk, "as much as can be of use"
+    assert window_share(ratio=0.1).pages(1 << 20) == 1 + -(-((1 << 20) - 1) // 10)
+    assert window_share(num_layers=0).pages(80_001) == 10_001

@@ -42,7 +42,7 @@ def params_of(*rows: SlotSampling, vocab: int = VOCAB) -> SlotParams:
 
 @functools.partial(jax.jit, static_argnames="skip")
 def run_sample(logits, params, counts, index, mask, skip=True):
-    return sampling.sample(logits, params, counts, index, mask, skip_idle_filters=skip)
+    return sampling.sample(logits, params, counts, index, mask, platform="cpu" if skip else "tpu")
 
 
 def sample(logits, params, counts=None, index=None, mask=None, skip=True):
@@ -56,7 +56,7 @@ def sample(logits, params, counts=None, index=None, mask=None, skip=True):
 
 @jax.jit
 def run_filtered(distance, params):
-    kept = sampling.filtered(distance, params)
+    kept = sampling.filtered(distance, params, "cpu")
     return kept.reshape(kept.shape[0], -1)[:, : distance.shape[1]]
 
 

@@ -204,6 +204,44 @@ def test_retraction_raises_the_ratio_which_decays_by_step_and_starts_anew_when_i
     assert sim.scheduler.stats()["new_token_ratio"] == initial
 
 
+@pytest.mark.parametrize("conservativeness", [0.3, 1.0, 2.0])
+def test_the_ratio_falls_to_14_percent_in_600_decode_steps_and_no_further(conservativeness):
+    sim = Simulation(
+        num_pages=400,
+        context_length=1200,
+        schedule_conservativeness=conservativeness,
+        eos_token_ids=(),
+    )
+    first = min(0.7 * conservativeness, 1.0)
+    sim.scheduler.submit(submit("a", prompt(5), 800))
+    sim.tick()  # its prompt
+    for n in range(1, 700):
+        sim.tick()
+        expected = max(first - n * (first - 0.14 * first) / 600, 0.14 * first)
+        assert sim.scheduler.stats()["new_token_ratio"] == pytest.approx(expected)
+    sim.run()
+    sim.tick()
+    assert sim.scheduler.stats()["new_token_ratio"] == pytest.approx(first)
+
+
+def test_after_a_retraction_the_ratio_is_what_the_others_used_and_twenty_steps_more():
+    sim = crowded(eos_token_ids=(), depth=0, num_pages=20, chunked_prefill_size=32)
+    for i in range(4):
+        sim.scheduler.submit(submit(f"r{i}", prompt(8, i), 24))
+        sim.tick()
+    used: dict[str, int] = {}
+    while not sim.scheduler.stats()["num_retracted_requests_total"]:
+        assert sim.scheduler.has_work
+        residents = sim.scheduler._roster.residents
+        used = {row.request.rid: len(row.request.output_ids) for row in residents}
+        sim.tick()
+    (gone,) = [r.rid for r in sim.scheduler._roster.waiting if r.num_retractions]
+    del used[gone]
+    assert len(used) >= 2
+    expected = (sum(used.values()) + 20 * len(used)) / (24 * len(used) + 1)
+    assert sim.scheduler.stats()["new_token_ratio"] == min(1.0, expected)
+
+
 def test_the_last_request_is_not_retracted_but_fails_when_the_pool_is_too_small():
     sim = Simulation(num_pages=6)
     sim.scheduler.submit(submit("a", prompt(10), 60, ignore_eos=True, stream=True))
@@ -348,6 +386,19 @@ def test_lpm_admits_the_longest_cached_prefix_first():
     assert admitted(sim)[1:] == ["c", "b", "a"]
 
 
+def test_lpm_is_fcfs_while_more_than_128_requests_wait():
+    for others, first in ((126, "b"), (127, "a")):
+        sim = Simulation(policy="lpm", num_slots=1)
+        sim.scheduler.submit(submit("w", prompt(40), 0))
+        sim.run()
+        sim.scheduler.submit(submit("a", prompt(6, 50), 1))
+        sim.scheduler.submit(submit("b", prompt(40), 1))
+        for i in range(others):
+            sim.scheduler.submit(submit(f"r{i}", [i % 64, i // 64, 3, 3], 1))
+        sim.tick()
+        assert sim.plans[-1].rows[-1].request.rid == first, others
+
+
 def test_lpm_lets_one_of_two_siblings_compute_their_prefix_for_both():
     sim = Simulation(policy="lpm", num_slots=4, chunked_prefill_size=96, max_prefill_tokens=96)
     for rid in ("a", "b"):
@@ -363,9 +414,11 @@ def test_dfs_weight_goes_into_the_subtree_with_the_most_waiting_first():
     for rid, salt in (("w", 0), ("v", 1)):
         sim.scheduler.submit(submit(rid, prompt(20, salt), 2))
         sim.run()
-    for rid, salt in (("a", 0), ("b", 1), ("c", 1)):
+    sim.scheduler.submit(submit("new", prompt(20, 2), 2))
+    for rid, salt in (("a", 0), ("b", 1), ("c", 1), ("d", 1)):
         sim.scheduler.submit(submit(rid, prompt(20, salt) + prompt(3, ord(rid)), 2))
-    assert admitted(sim)[2:] == ["b", "c", "a"]
+    # b, c and a as the weights are 3 and 1, 2 and 1, 1 and 1; "new" ends at the root
+    assert admitted(sim)[2:] == ["b", "c", "a", "d", "new"]
 
 
 def test_random_admits_everybody_in_some_other_order():

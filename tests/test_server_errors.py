@@ -84,6 +84,16 @@ BAD = [
     (CHAT, {"user": 5}, "user"),
     (CHAT, {"input_ids": [1, 99999]}, "input_ids"),
     (CHAT, {"frobnicate": 1}, "frobnicate"),
+    (CHAT, {"rid": "x" * 257}, "rid"),
+    (CHAT, {"rid": ["x" * 100_000]}, "rid"),
+    (CHAT, {"extra_key": "x" * 257}, "extra_key"),
+    (CHAT, {"cache_salt": "x" * 257}, "cache_salt"),
+    (CHAT, {"audio": {"voice": "alloy", "format": "wav"}}, "audio"),
+    (CHAT, {"modalities": ["text", "audio"]}, "modalities"),
+    (CHAT, {"modalities": ["audio"]}, "modalities"),
+    (CHAT, {"service_tier": "flex"}, "service_tier"),
+    (CHAT, {"service_tier": "priority"}, "service_tier"),
+    (CHAT, {"parallel_tool_calls": "no"}, "parallel_tool_calls"),
     (CHAT, {"tools": [{"type": "function"}]}, "tools"),
     (CHAT, {"tool_choice": "auto"}, "tool_choice"),
     (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
@@ -91,13 +101,13 @@ BAD = [
     (CHAT, {"ebnf": "root ::= x"}, "ebnf"),
     (CHAT, {"json_schema": "{}"}, "json_schema"),
     (CHAT, {"structural_tag": "{}"}, "structural_tag"),
-    (CHAT, {"stop_regex": "a+"}, "stop_regex"),
+    (CHAT, {"stop_regex": ["a+", "b("]}, "stop_regex"),
     (CHAT, {"reasoning_effort": "high"}, "reasoning_effort"),
     (CHAT, {"lora_path": "x"}, "lora_path"),
     (CHAT, {"session_params": {"id": "x"}}, "session_params"),
     (CHAT, {"custom_logit_processor": "x"}, "custom_logit_processor"),
     (CHAT, {"return_hidden_states": True}, "return_hidden_states"),
-    (CHAT, {"priority": 1}, "priority"),
+    (CHAT, {"priority": "high"}, "priority"),
     (CHAT, {"bootstrap_room": 0}, "bootstrap_room"),
     (TEXT, {"prompt": None}, "prompt"),
     (TEXT, {"prompt": []}, "prompt"),
@@ -131,6 +141,10 @@ BAD = [
     (GEN, {"sampling_params": [{}, {}]}, "sampling_params"),
     (GEN, {"text": ["a", "b"], "rid": ["x"]}, "rid"),
     (GEN, {"return_logprob": 1}, "return_logprob"),
+    (GEN, {"rid": "x" * 257}, "rid"),
+    (GEN, {"text": ["a", "b"], "rid": ["x", "y" * 300]}, "rid"),
+    (GEN, {"extra_key": "x" * 257}, "extra_key"),
+    (GEN, {"cache_salt": ["x" * 257]}, "cache_salt"),
     (GEN, {"top_logprobs_num": 2}, "top_logprobs_num"),
     (GEN, {"return_logprob": True, "logprob_start_len": CONTEXT}, "logprob_start_len"),
     (GEN, {"sampling_params": {"n": 10**9}}, "n"),
@@ -165,6 +179,83 @@ def test_bad_fields_are_400_naming_the_field_and_the_next_good_request_is_answer
     assert len(BAD) >= 60 and not api.engine.open
     for path, body in GOOD.items():
         assert api.post(path, **body).status_code == 200
+
+
+def test_values_that_ask_for_nothing_pass():
+    api = Api()
+    for fields in (
+        {"audio": None},
+        {"modalities": ["text"]},
+        {"modalities": None},
+        {"service_tier": "auto"},
+        {"service_tier": "default"},
+        {"parallel_tool_calls": True},
+        {"parallel_tool_calls": False},
+        {"tools": []},
+        {"rid": "x" * 256},
+    ):
+        api.ok(CHAT, messages=HELLO, **fields)
+
+
+def error_of(path, **fields):
+    answer = Api().post(path, **{**GOOD[path], **fields})
+    assert answer.status_code in (400, 404), answer.text
+    return answer.json()["error"] if path == GEN else answer.json()["message"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"seed": 5}, "seed is not a sampling parameter; did you mean sampling_seed?"),
+        ({"max_tokens": 5}, "max_tokens is not a sampling parameter; did you mean max_new_tokens?"),
+        ({"temprature": 5}, "did you mean temperature?"),
+        ({"stop_strings": "a"}, "did you mean stop?"),
+        ({"zzz": 5}, "zzz is not a sampling parameter."),
+        ({"logit_bias": {"x": 1}}, "logit_bias must be a map from token ids to numbers, got"),
+        ({"logit_bias": [1]}, "logit_bias must be a map from token ids to numbers, got [1]."),
+        ({"stop": 3}, "stop must be a string or a list of strings, got 3."),
+        ({"stop": ["a", 3]}, "stop must be a string or a list of strings, got ['a', 3]."),
+        ({"stop_regex": {}}, "stop_regex must be a string or a list of strings, got {}."),
+        ({"stop_token_ids": "a"}, "stop_token_ids must be a list of token ids, got 'a'."),
+        ({"ignore_eos": 1}, "ignore_eos must be true or false, got 1."),
+        ({"n": 1.5}, "n must be an integer, got 1.5."),
+        ({"top_p": "x"}, "top_p must be a number, got 'x'."),
+    ],
+)
+def test_native_sampling_parameters_are_refused_in_plain_words(given, message):
+    assert message in error_of(GEN, sampling_params=given)["message"]
+
+
+def test_other_fields_are_refused_in_plain_words():
+    assert error_of(CHAT, stop=3) == "stop: Expected string or list, got integer."
+    assert "Expected integer, got string" in error_of(CHAT, logit_bias={"a": 1})
+    assert error_of(CHAT, temprature=1) == (
+        "temprature is not a known field; did you mean temperature?"
+    )
+    assert error_of(CHAT, max_new_tokens=1).endswith("did you mean max_tokens?")
+    assert error_of(TEXT, stop_sequences=[]).startswith("stop_sequences is not a known field")
+
+
+def test_what_was_sent_comes_back_cut_when_it_is_long():
+    long = "x" * 100_000
+    for path, fields in (
+        (CHAT, {"model": long}),
+        (CHAT, {long: 1}),
+        (CHAT, {"stop_regex": "(" + long}),
+        (CHAT, {"messages": [{"role": long, "content": ""}]}),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": long}]}]}),
+        (CHAT, {"chat_template_kwargs": {long: 1, "messages": 1}}),
+        (TEXT, {"prompt": ["a", "b"], "rid": [long[:200]] * 2}),
+        (GEN, {"sampling_params": {"stop": {long: 1}}}),
+        (GEN, {"sampling_params": {long: 1}}),
+        (GEN, {"sampling_params": {"top_p": long}}),
+        (GEN, {"sampling_params": long}),
+        (GEN, {long: 1}),
+    ):
+        answer = Api().post(path, **{**GOOD[path], **fields})
+        assert answer.status_code in (400, 404) and len(answer.content) < 2000, path
+    message = error_of(CHAT, model=long)
+    assert message.endswith("is not served here; use 'fake/model'.") and " … " in message
 
 
 @pytest.mark.parametrize(

@@ -190,9 +190,7 @@ def read_until(process, word):
 
 def test_the_server_answers_503_while_it_starts_and_stops_cleanly_on_sigterm():
     with serving(1.5, "live") as process:
-        line = read_until(process, "Uvicorn running on")
-        url = line.split(" on ")[1].split(" ")[0]
-        read_until(process, "startup complete")
+        url = read_until(process, "listening at").split(" at ")[1].split(";")[0]
         assert httpx.get(f"{url}/health").status_code == 503
         assert httpx.post(f"{url}/generate", json={"text": "a"}).status_code == 503
         assert httpx.get(url).status_code == 200
@@ -205,7 +203,7 @@ def test_the_server_answers_503_while_it_starts_and_stops_cleanly_on_sigterm():
 
 def test_a_signal_while_loading_stops_the_server():
     with serving(60.0, "live") as process:
-        read_until(process, "startup complete")
+        read_until(process, "listening at")
         process.send_signal(signal.SIGINT)
         assert process.wait(10) == 0
 

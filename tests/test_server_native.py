@@ -191,21 +191,6 @@ def test_tokenize_and_detokenize_are_inverse(prefix):
     assert chat["tokens"] == list(b"user:x\nassistant:")
 
 
-def test_loads_hold_every_core_key():
-    api = Api()
-    body = api.call("GET", "/v1/loads?include=core,disagg,queues,memory").json()
-    core = (
-        "dp_rank num_running_reqs num_waiting_reqs num_waiting_uncached_tokens num_used_tokens "
-        "num_total_tokens num_active_tokens max_total_num_tokens max_running_requests token_usage "
-        "gen_throughput cache_hit_rate utilization"
-    )
-    load = body["loads"][0]
-    assert set(load) == set(core.split())
-    assert (load["num_running_reqs"], load["num_waiting_reqs"]) == (2, 1)
-    assert {"timestamp", "version", "accelerator", "num_accelerators"} < set(body)
-    assert api.call("GET", "/get_load").json()[0]["num_reqs"] == 3
-
-
 def test_metrics_are_there_only_when_asked_for():
     assert Api().call("GET", "/metrics").status_code == 404
     response = Api(enable_metrics=True).call("GET", "/metrics")

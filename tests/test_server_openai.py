@@ -282,15 +282,3 @@ def test_models_are_listed_and_served_under_their_names():
     assert api.call("GET", "/v1/models/other").status_code == 404
     for name in ("little", "fake/model", "default"):
         assert api.ok(TEXT, model=name, prompt="a", max_tokens=1)["model"] == "little"
-
-
-def test_requests_and_their_ends_are_logged_under_the_flag_and_answered_as_without_it(caplog):
-    caplog.set_level("INFO", "jserve.server")
-    quiet, loud = Api(), Api(log_requests=True)
-    options = {"prompt": ["abc", "b"], "max_tokens": 2, "rid": "r"}
-    expected_choices = quiet.ok(TEXT, **options)["choices"]
-    assert not caplog.records
-    assert loud.ok(TEXT, **options)["choices"] == expected_choices
-    begun, ended = caplog.messages[:2], caplog.messages[2:]
-    assert [line.split(":")[0] for line in begun] == ["request r_0", "request r_1"]
-    assert sorted(line.split()[1] for line in ended) == ["r_0", "r_1"]

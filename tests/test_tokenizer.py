@@ -17,8 +17,9 @@ from jserve.config import ModelOptions
 from jserve.errors import ConfigError, RequestError
 from jserve.tokenizer.chat_template import ChatTemplate
 from jserve.tokenizer.gguf_vocab import build_pipeline
+from jserve.tokenizer.loader import load_tokenizer
 from jserve.tokenizer.sources import TokenizerSource, byte_source
-from jserve.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from jserve.tokenizer.tokenizer import Tokenizer
 from jserve.weights.checkpoint import Checkpoint, open_checkpoint
 
 CASES = json.loads((Path(__file__).parent / "data" / "smollm2-135m.json").read_text())["cases"]
@@ -177,7 +178,7 @@ def test_loading_imports_neither_torch_nor_jax(smollm2: Tokenizer, tmp_path: Pat
     smollm2.source.save(tmp_path)
     program = (
         "import sys; from pathlib import Path\n"
-        "from jserve.tokenizer.tokenizer import load_tokenizer\n"
+        "from jserve.tokenizer.loader import load_tokenizer\n"
         "import jserve.tokenizer.detokenizer\n"
         "from jserve.weights.checkpoint import Checkpoint\n"
         f"t = load_tokenizer(Checkpoint('safetensors', Path({str(tmp_path)!r}), {{}}, {{}}))\n"

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from jserve.config import ModelOptions
 from jserve.tokenizer.detokenizer import Detokenizer
+from jserve.tokenizer.loader import load_tokenizer
 from jserve.tokenizer.sources import byte_source
-from jserve.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from jserve.tokenizer.tokenizer import Tokenizer
 from jserve.types import SamplingParams
 from jserve.weights.checkpoint import Checkpoint, open_checkpoint
 

@@ -17,6 +17,7 @@ import pytest
 import safetensors.numpy
 
 from jserve.errors import ConfigError, WeightError
+from jserve.models.architectures import find_architecture
 from jserve.weights.checkpoint import Checkpoint, open_checkpoint
 from jserve.weights.hf import SafetensorsSource, find_shards
 from jserve.weights.loader import load_params, stream_params
@@ -253,15 +254,22 @@ def test_a_shard_that_the_index_lists_must_exist(tmp_path: Path) -> None:
 def test_paths_that_are_no_checkpoint_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file or folder"):
         open_checkpoint(Source(str(tmp_path / "nothing")))
-    with pytest.raises(ConfigError, match="no weights found"):
+    with pytest.raises(ConfigError, match=r"config.json: no such file; a model is a folder with"):
         open_checkpoint(Source(str(tmp_path)))
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_text('{"architectures": ["Foo"]}')
+    with pytest.raises(ConfigError, match="no weights found"):
+        open_checkpoint(Source(str(tmp_path / "bare")))
+    with pytest.raises(ConfigError, match="Foo is not supported; known: Llama"):
+        open_checkpoint(Source(str(tmp_path / "bare")), find_architecture)
     folder = write_folder(tmp_path / "m", [tensors_of()])
     (folder / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"config.json: no such file"):
         open_checkpoint(Source(str(folder)))
-    (folder / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"config.json"):
-        open_checkpoint(Source(str(folder)))
+    for broken in ("{", "[" * 100_000, "[]", ""):
+        (folder / "config.json").write_text(broken)
+        with pytest.raises(ConfigError, match=r"config.json: (not valid JSON|a JSON object is)"):
+            open_checkpoint(Source(str(folder)))
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(ConfigError, match="not a checkpoint"):
         open_checkpoint(Source(str(tmp_path / "notes.txt")))
