@@ -347,8 +347,8 @@ def test_the_four_boundaries_of_a_request_sum_to_its_latency(stream: bool, sampl
         assert min(spent.values()) >= 0, spent
         assert sum(spent.values()) == pytest.approx(latency, abs=1e-6)
         assert 0 < latency <= seconds
-        assert spent["execution"] > 0.5 * latency  # 1 ms a step
         assert output.times.num_steps >= 3
+        assert spent["execution"] > 0.0009 * (output.times.num_steps - 2)  # 1 ms a step
     whole = sum(shown[f"request_boundary_seconds_sum/{name}"] for name in spent)
     label = str(stream).lower()
     assert whole == pytest.approx(shown[f"e2e_request_latency_seconds_sum/{label}"], abs=1e-5)
