@@ -1,0 +1,200 @@
+"""Compiles grammars in worker processes, with limits, and remembers what came of it.
+
+A thread cannot be killed and a process can: one that takes too long is, and one that grows too
+large fails by itself. Spare workers are kept ready, and when all are busy those that have had their
+share of time give way, so that compilations that hang do not keep the next one waiting. Knows
+nothing of requests, engines and masks.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import time
+from collections.abc import Callable
+from threading import Lock
+
+from jserve.grammar.backend import GrammarError, Vocabulary
+from jserve.grammar.worker import work
+from jserve.grammar.workers import Work, Worker, Workers
+from jserve.types import CompiledSpec, GrammarSpec
+
+_POLL_SECONDS = 0.05
+_SEND_TRIES = 3
+_FAILURE_BYTES = 200  # what a remembered failure counts for
+_FORGET_SECONDS = 60.0  # when a timeout or a crash may be tried again
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CompilerLimits:
+    """`max_workers` compile at a time, each for `seconds`, or for `crowded_seconds` when others
+    wait for a worker; `cache_bytes` of payloads are kept.
+    """
+
+    seconds: float = 30.0
+    crowded_seconds: float = 5.0
+    memory_mb: int = 2048
+    max_workers: int = 16
+    cache_bytes: int = 256 << 20
+
+
+@dataclasses.dataclass(slots=True)
+class CompilerCounts:
+    """Since the start. `seconds` are those of the compilations that were not cached."""
+
+    compiled: int = 0
+    cache_hits: int = 0
+    failed: int = 0
+    timeouts: int = 0
+    crashes: int = 0
+    seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Failure:
+    reason: str
+    until: float  # time.monotonic()
+
+
+class GrammarCompiler:
+    """`compile` from any thread; one result for all who ask for the same text at the same time."""
+
+    def __init__(
+        self,
+        backend: str,
+        vocabulary: Vocabulary,
+        limits: CompilerLimits | None = None,
+        work: Work = work,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.counts = CompilerCounts()
+        self._limits = limits = limits or CompilerLimits()
+        self._clock = clock
+        self._workers = Workers(work, (backend, vocabulary, limits.memory_mb), limits.max_workers)
+        self._threads = concurrent.futures.ThreadPoolExecutor(limits.max_workers, "jserve-grammar")
+        self._lock = Lock()
+        self._num_waiting = 0  # for a thread
+        self._open: dict[GrammarSpec, concurrent.futures.Future[CompiledSpec]] = {}
+        self._cache: collections.OrderedDict[GrammarSpec, CompiledSpec | _Failure] = (
+            collections.OrderedDict()
+        )
+        self._cached_bytes = 0
+
+    def compile(self, spec: GrammarSpec) -> concurrent.futures.Future[CompiledSpec]:
+        """A future that must not be cancelled: others may wait for it. Raises GrammarError."""
+        with self._lock:
+            known = self._known(spec)
+            if known is not None:
+                return known
+            future = self._open.get(spec)
+            if future is None:
+                self._num_waiting += 1
+                future = self._threads.submit(self._run, spec)
+                self._open[spec] = future
+            return future
+
+    def flush(self) -> None:
+        """Forget all results."""
+        with self._lock:
+            self._cache.clear()
+            self._cached_bytes = 0
+
+    def close(self) -> None:
+        """End the workers; compilations that run fail."""
+        self._workers.close()
+        self._threads.shutdown(wait=True)
+
+    def _known(self, spec: GrammarSpec) -> concurrent.futures.Future[CompiledSpec] | None:
+        found = self._cache.get(spec)
+        if isinstance(found, _Failure) and found.until < self._clock():
+            self._forget(spec)
+            found = None
+        if found is None:
+            return None
+        self._cache.move_to_end(spec)
+        self.counts.cache_hits += 1
+        done: concurrent.futures.Future[CompiledSpec] = concurrent.futures.Future()
+        if isinstance(found, _Failure):
+            done.set_exception(GrammarError(found.reason))
+        else:
+            done.set_result(found)
+        return done
+
+    def _run(self, spec: GrammarSpec) -> CompiledSpec:
+        with self._lock:
+            self._num_waiting -= 1
+        start = time.monotonic()
+        result: CompiledSpec | _Failure
+        try:
+            result = self._compiled(spec)
+        except GrammarError as error:
+            result = _Failure(str(error), float("inf"))
+        except TimeoutError as error:
+            result = _Failure(str(error), self._clock() + _FORGET_SECONDS)
+            with self._lock:
+                self.counts.timeouts += 1
+        except (EOFError, OSError):
+            reason = f"its compilation ended its process; it may use {self._limits.memory_mb} MB"
+            result = _Failure(reason, self._clock() + _FORGET_SECONDS)
+            with self._lock:
+                self.counts.crashes += 1
+        with self._lock:
+            self.counts.seconds += time.monotonic() - start
+            self._remember(spec, result)
+            del self._open[spec]
+        if isinstance(result, _Failure):
+            raise GrammarError(result.reason)
+        return result
+
+    def _compiled(self, spec: GrammarSpec) -> CompiledSpec:
+        if "\0" in spec.text:
+            raise GrammarError(f"it has a NUL byte at position {spec.text.index(chr(0))}")
+        worker = self._sent(spec)
+        again = False
+        try:
+            payload, reason, again = self._answer(worker)
+        finally:
+            self._workers.give(worker, again)
+        if reason:
+            raise GrammarError(reason)
+        return CompiledSpec(spec=spec, payload=payload)
+
+    def _sent(self, spec: GrammarSpec) -> Worker:
+        """A worker that has the spec. One that died idle says nothing about it."""
+        for _ in range(_SEND_TRIES):
+            worker = self._workers.take()
+            try:
+                worker.send(spec)
+                return worker
+            except (EOFError, OSError):
+                self._workers.give(worker, again=False)
+        raise GrammarError("no worker process stays alive")
+
+    def _answer(self, worker: Worker) -> tuple[bytes, str, bool]:
+        start = time.monotonic()
+        while not worker.answered(_POLL_SECONDS):
+            spent = time.monotonic() - start
+            limit = self._limits.seconds
+            if self._num_waiting:
+                limit = min(limit, self._limits.crowded_seconds)
+            if spent >= limit:
+                raise TimeoutError(f"it was not compiled within {limit:g} seconds")
+        return worker.receive()
+
+    def _remember(self, spec: GrammarSpec, result: CompiledSpec | _Failure) -> None:
+        failed = isinstance(result, _Failure)
+        self.counts.failed += failed
+        self.counts.compiled += not failed
+        self._cache[spec] = result
+        self._cached_bytes += _size(spec, result)
+        while self._cached_bytes > self._limits.cache_bytes and len(self._cache) > 1:
+            self._forget(next(iter(self._cache)))
+
+    def _forget(self, spec: GrammarSpec) -> None:
+        self._cached_bytes -= _size(spec, self._cache.pop(spec))
+
+
+def _size(spec: GrammarSpec, result: CompiledSpec | _Failure) -> int:
+    size = _FAILURE_BYTES if isinstance(result, _Failure) else len(result.payload)
+    return len(spec.text) + size

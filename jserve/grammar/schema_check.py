@@ -1,0 +1,305 @@
+"""JSON schemas: what a backend enforces of them, and refusals of all else by name and place.
+
+`check_schema` hands back an equivalent schema in the forms that llguidance has right: numbers and
+patterns in one way of writing, keywords that say nothing left out. Nothing is loosened: a keyword
+that would be ignored, or enforced wrongly, is a GrammarError with its JSON pointer. The tables come
+from measuring (docs/grammar-conformance.md); llguidance refuses the rest when it compiles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from jserve.grammar.backend import GrammarError
+from jserve.grammar.formats import FORMAT_PATTERNS, INTEGER_FORMATS, NATIVE_FORMATS
+from jserve.grammar.regex_syntax import search_match
+from jserve.grammar.schema_refs import SchemaRefs
+
+#: Keywords of any draft that restrict an instance; what is in no table is an annotation.
+_ENFORCED = frozenset(
+    {
+        *("$ref", "allOf", "anyOf", "oneOf", "type", "enum", "const", "format"),
+        *("properties", "required", "additionalProperties", "patternProperties"),
+        *("minProperties", "maxProperties", "items", "prefixItems", "additionalItems"),
+        *("minItems", "maxItems", "minLength", "maxLength", "pattern", "multipleOf"),
+        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+    }
+)
+_NOT_ENFORCED = frozenset(
+    {
+        *("not", "if", "then", "else", "uniqueItems", "contains", "minContains", "maxContains"),
+        *("propertyNames", "dependentRequired", "dependentSchemas", "dependencies"),
+        *("unevaluatedItems", "unevaluatedProperties", "disallow", "extends", "divisibleBy"),
+        *("$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor"),
+    }
+)
+KEYWORDS = _ENFORCED | _NOT_ENFORCED
+_COUNTS = frozenset(
+    {
+        *("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
+        *("minContains", "maxContains"),
+    }
+)
+#: Keywords whose value is a schema, a list of them, and a mapping to them.
+_ONE = ("additionalProperties", "items", "additionalItems")
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_MAPS = ("properties", "patternProperties")
+_UNEVALUATED = ("unevaluatedItems", "unevaluatedProperties")
+_IN_PLACE = frozenset({"$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "not"})
+
+_OLD_DRAFT = re.compile(r"draft-0[3467]/")  # what stands beside $ref is ignored there
+_CONTROL = re.compile(r"\\u00[01]|\x7f")
+
+Schema = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CheckedSchema:
+    """`schema` is for llguidance; `plain_keys`: a declared property may not be written
+    with \\u escapes, because it would pass as one that is not declared."""
+
+    schema: Schema
+    plain_keys: bool
+
+
+def check_schema(text: str) -> CheckedSchema:
+    """Raises GrammarError."""
+    try:
+        schema = json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(f"the schema is not JSON: {error}"[:300]) from None
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise GrammarError("a JSON schema is an object; false allows nothing")
+    schema.pop("x-guidance", None)  # would set options of llguidance, lenient ones too
+    check = _Check(schema)
+    check.run()
+    return CheckedSchema(schema, check.plain_keys)
+
+
+class _Check:
+    """Visits every subschema that an instance can meet, and rewrites it in place."""
+
+    def __init__(self, root: Schema) -> None:
+        self._refs = SchemaRefs(root)
+        self._refs_stand_alone = bool(_OLD_DRAFT.search(str(root.get("$schema", ""))))
+        self._open: list[tuple[Any, str]] = [(root, "#")]
+        self._seen: set[int] = set()
+        self._escaped: str | None = None  # where a name or a value is that JSON writes with \\u
+        self.plain_keys = False
+
+    def run(self) -> None:
+        while self._open:
+            node, at = self._open.pop()
+            if isinstance(node, dict) and id(node) not in self._seen:
+                self._seen.add(id(node))
+                self._node(node, at)
+            elif not isinstance(node, dict | bool):
+                raise GrammarError(f"{at} is no schema: {json.dumps(node)[:50]}")
+        if self.plain_keys and self._escaped:
+            raise GrammarError(
+                f"{self._escaped} has control characters, which needs additionalProperties: false "
+                "wherever properties are declared"
+            )
+
+    def _node(self, node: Schema, at: str) -> None:
+        if self._refs_stand_alone and "$ref" in node:
+            for keyword in node.keys() - {"$ref", "$defs", "definitions", "$id", "id"}:
+                del node[keyword]
+        for rewrite in _REWRITES:
+            rewrite(node, at)
+        for keyword in node:
+            if keyword in _NOT_ENFORCED:
+                raise refused(keyword, at, "cannot be enforced")
+        self._note_escapes(node, at)
+        if isinstance(node.get("$ref"), str):
+            self._open.append(self._refs.find(node, node["$ref"], at))
+        for keyword in _ONE:
+            if isinstance(node.get(keyword), dict):
+                self._open.append((node[keyword], f"{at}/{keyword}"))
+        for keyword in _LISTS:
+            if isinstance(node.get(keyword), list):
+                self._open += [(one, f"{at}/{keyword}/{i}") for i, one in enumerate(node[keyword])]
+        for keyword in _MAPS:
+            inner = node.get(keyword, {})
+            if not isinstance(inner, dict):
+                raise refused(keyword, at, "must be an object")
+            self._open += [(inner[key], f"{at}/{keyword}/{escape(key)}") for key in inner]
+
+    def _note_escapes(self, node: Schema, at: str) -> None:
+        named = any(node.get(keyword) for keyword in _MAPS)
+        self.plain_keys |= named and node.get("additionalProperties") is not False
+        fixed = [node[keyword] for keyword in ("const", "enum") if keyword in node]
+        if _CONTROL.search(json.dumps([*fixed, *node.get("properties", ())])):
+            self._escaped = at
+
+
+def refused(keyword: str, at: str, why: str) -> GrammarError:
+    return GrammarError(f"{keyword} at {at} {why}")
+
+
+def escape(key: str) -> str:
+    """A key as part of a JSON pointer."""
+    return key.replace("~", "~0").replace("/", "~1")
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+# ---- rewrites: each leaves the set of valid instances as it is
+
+
+def _drop_idle(node: Schema, at: str) -> None:
+    """Keywords that allow everything as they stand."""
+    for keyword, idle in _IDLE.items():
+        if keyword in node and idle(node):
+            del node[keyword]
+
+
+_IDLE: dict[str, Callable[[Schema], bool]] = {
+    "if": lambda node: not {"then", "else", *_UNEVALUATED} & node.keys(),
+    "then": lambda node: "if" not in node or node["then"] in (True, {}),
+    "else": lambda node: "if" not in node or node["else"] in (True, {}),
+    "maxContains": lambda node: "contains" not in node,
+    "contains": lambda node: (
+        node.get("minContains") == 0 and not {"maxContains", *_UNEVALUATED} & node.keys()
+    ),
+    "minContains": lambda node: "contains" not in node,
+    "not": lambda node: node["not"] is False or node["not"] == {"not": {}},
+    "uniqueItems": lambda node: node["uniqueItems"] is False,
+    "propertyNames": lambda node: node["propertyNames"] in (True, {}),
+    "dependentRequired": lambda node: not any(node["dependentRequired"].values()),
+    "unevaluatedItems": lambda node: node["unevaluatedItems"] in (True, {}) or "items" in node,
+    "unevaluatedProperties": lambda node: (
+        node["unevaluatedProperties"] in (True, {}) or "additionalProperties" in node
+    ),
+}
+
+
+def _settle_unevaluated(node: Schema, at: str) -> None:
+    """Without subschemas in place, the unevaluated is the additional."""
+    if _IN_PLACE & node.keys():
+        return
+    for old, new in (
+        ("unevaluatedItems", "items"),
+        ("unevaluatedProperties", "additionalProperties"),
+    ):
+        if old in node and (old != "unevaluatedItems" or "contains" not in node):
+            node[new] = node.pop(old)
+
+
+def _settle_dependencies(node: Schema, at: str) -> None:
+    """A property that is there demands: either it may not be there, or the demand holds."""
+    rules: dict[str, Any] = {}
+    for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
+        rules |= node.pop(keyword, {})
+    demands = [
+        {
+            "anyOf": [
+                {"properties": {name: False}},
+                {"properties": {name: True}, "required": demand}
+                if isinstance(demand, list)
+                else demand,
+            ]
+        }
+        for name, demand in rules.items()
+        if demand not in ([], True, {})
+    ]
+    if demands:
+        node["allOf"] = [*node.get("allOf", []), *demands]
+
+
+def _settle_names(node: Schema, at: str) -> None:
+    """propertyNames with a pattern: names that match have the additional properties' schema."""
+    names = node.get("propertyNames")
+    if not isinstance(names, dict) or names.keys() - {"type", "pattern", "$comment"}:
+        return
+    if names.get("type", "string") != "string" or "pattern" not in names:
+        return
+    for_all = node.get("patternProperties", {})
+    if "properties" in node or not for_all.keys() <= {"", ".*"} or len(for_all) > 1:
+        return
+    del node["propertyNames"]
+    others = node.pop("additionalProperties", True)
+    node["patternProperties"] = {names["pattern"]: next(iter(for_all.values()), others)}
+    node["additionalProperties"] = False
+
+
+def _settle_numbers(node: Schema, at: str) -> None:
+    """1.0 is 1, and draft 4's exclusive limits are numbers."""
+    for keyword in ("const", "enum"):
+        if keyword in node:
+            node[keyword] = whole(node[keyword])
+    for keyword in _COUNTS & node.keys():
+        node[keyword] = whole(node[keyword])
+    for exclusive, limit in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+        if isinstance(node.get(exclusive), bool):
+            on = node.pop(exclusive)
+            if on and limit in node:
+                node[exclusive] = node.pop(limit)
+        for keyword in (exclusive, limit):
+            value = node.get(keyword)
+            if isinstance(value, int) and int(float(value)) != value:
+                raise refused(keyword, at, f"{value} is more than a double holds exactly")
+
+
+def whole(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [whole(item) for item in value]
+    if isinstance(value, dict):
+        return {key: whole(item) for key, item in value.items()}
+    return value
+
+
+def _settle_patterns(node: Schema, at: str) -> None:
+    """Every pattern in one way of writing, and formats by patterns and limits."""
+    if isinstance(node.get("pattern"), str):
+        node["pattern"] = _pattern(node["pattern"], f"{at}/pattern")
+    named = node.get("patternProperties")
+    if isinstance(named, dict):
+        node["patternProperties"] = {
+            _pattern(key, f"{at}/patternProperties"): value for key, value in named.items()
+        }
+    name = node.get("format")
+    kind = node.get("type")
+    if kind == "integer" and name in INTEGER_FORMATS:
+        node["allOf"] = [*node.get("allOf", []), dict(INTEGER_FORMATS[node.pop("format")])]
+        return
+    if name is None or name in NATIVE_FORMATS:
+        return
+    if name not in FORMAT_PATTERNS:
+        raise refused("format", at, f"{json.dumps(name)[:60]} cannot be enforced")
+    del node["format"]
+    pattern = _pattern(FORMAT_PATTERNS[name], at)
+    if "pattern" in node:
+        node["allOf"] = [*node.get("allOf", []), {"pattern": FORMAT_PATTERNS[name]}]
+    else:
+        node["pattern"] = pattern
+
+
+def _pattern(text: str, at: str) -> str:
+    try:
+        return f"^(?:{search_match(text)})$"
+    except GrammarError as error:
+        raise GrammarError(f"{at}: {error}") from None
+
+
+def _check_least_properties(node: Schema, at: str) -> None:
+    """An answer can name a property twice, which counts once."""
+    least = node.get("minProperties", 0)
+    if isinstance(least, int) and least > len(set(node.get("required", ()))) + 1:
+        raise refused("minProperties", at, "above the number of required properties and one more")
+
+
+_REWRITES: tuple[Callable[[Schema, str], None], ...] = (
+    *(_drop_idle, _settle_unevaluated, _settle_dependencies, _settle_names),
+    *(_settle_numbers, _settle_patterns, _check_least_properties),
+)

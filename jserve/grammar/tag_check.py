@@ -1,0 +1,198 @@
+"""Structural tags: one form out of two, and what xgrammar enforces of the schemas within.
+
+The old form (`structures` with `triggers`) becomes the new one (`format`). xgrammar's own compiler
+of JSON schemas ignores much and misreads more, so only the forms that it has right pass, by type;
+the table comes from measuring (docs/grammar-conformance.md).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from jserve.grammar.backend import GrammarError
+from jserve.grammar.regex_syntax import whole_match
+from jserve.grammar.schema_check import KEYWORDS, escape, refused, whole
+from jserve.grammar.schema_refs import SchemaRefs
+
+#: What may stand beside a `type`, and is enforced then.
+_BESIDE_TYPE: dict[str, frozenset[str]] = {
+    "string": frozenset(),
+    "integer": frozenset({"minimum", "maximum"}),
+    "number": frozenset(),
+    "boolean": frozenset(),
+    "null": frozenset(),
+    "array": frozenset({"items", "prefixItems", "minItems", "maxItems"}),
+    "object": frozenset({"properties", "required", "additionalProperties"}),
+}
+#: Keywords that must stand alone.
+_ALONE = ("$ref", "const", "enum", "anyOf")
+#: White space between two JSON tokens: enough for ", ", and little to get lost in.
+_MAX_WHITE_SPACE = 2
+
+Json = dict[str, Any]
+
+
+def parse_tag(text: str) -> Json:
+    """A structural tag in the new form, its patterns and schemas checked. Raises GrammarError."""
+    tag = old_form(text)
+    if tag is None:
+        tag = json.loads(text)
+    else:
+        content = [
+            {
+                "begin": begin,
+                "content": {"type": "json_schema", "json_schema": schema},
+                "end": end,
+            }
+            for _, begin, schema, end in tag["tags"]
+        ]
+        tag = {
+            "type": "structural_tag",
+            "format": {"type": "triggered_tags", "tags": content, **tag["rest"]},
+        }
+    _visit(tag.get("format"), "#/format")
+    return tag
+
+
+def old_form(text: str) -> Json | None:
+    """The old form as {tags: [(trigger, begin, schema, end)], rest}; None for the new form."""
+    try:
+        tag = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(f"the structural tag is not JSON: {error}"[:300]) from None
+    if not isinstance(tag, dict):
+        raise GrammarError("a structural tag is a JSON object")
+    if "structures" not in tag:
+        return None
+    triggers = tag.get("triggers")
+    if not isinstance(triggers, list) or not all(isinstance(t, str) and t for t in triggers):
+        raise GrammarError("#/triggers must be a list of texts")
+    tags = []
+    for i, one in enumerate(tag["structures"]):
+        begin, end = one.get("begin"), one.get("end")
+        if not isinstance(begin, str) or not isinstance(end, str):
+            raise GrammarError(f"#/structures/{i} needs the texts begin and end")
+        trigger = next((t for t in triggers if begin.startswith(t)), None)
+        if trigger is None:
+            raise GrammarError(f"#/structures/{i}/begin starts with none of the triggers")
+        tags.append((trigger, begin, one.get("schema", {}), end))
+    if not tags:
+        raise GrammarError("#/structures is empty")
+    rest = {key: tag[key] for key in tag if key not in ("structures", "type")}
+    return {"tags": tags, "rest": rest}
+
+
+def _visit(node: Any, at: str) -> None:
+    """Check every schema and pattern under a format; both are rewritten in place."""
+    if isinstance(node, list):
+        for i, one in enumerate(node):
+            _visit(one, f"{at}/{i}")
+    if not isinstance(node, dict):
+        return
+    if node.get("type") == "json_schema":
+        if node.get("style", "json") != "json" or node.get("any_order") or node.get("excludes"):
+            raise GrammarError(f"{at}: style, any_order and excludes cannot be enforced")
+        node.setdefault("max_whitespace_cnt", _MAX_WHITE_SPACE)
+        node["json_schema"] = check_tag_schema(node.get("json_schema", {}), f"{at}/json_schema")
+    elif node.get("type") == "regex" and isinstance(node.get("pattern"), str):
+        node["pattern"] = whole_match(node["pattern"])
+    else:
+        for key, inner in node.items():
+            _visit(inner, f"{at}/{escape(key)}")
+
+
+def check_tag_schema(schema: Any, at: str) -> Any:
+    """The schema for xgrammar: objects are closed where nothing else is said, as it has them in
+    tags. Raises GrammarError for what it would not enforce.
+    """
+    if schema is True:
+        return {}
+    if not isinstance(schema, dict):
+        raise GrammarError(f"{at} allows nothing or is no schema")
+    refs = SchemaRefs(schema)
+    waiting, seen = [(schema, at)], set[int]()
+    while waiting:
+        node, place = waiting.pop()
+        if id(node) in seen or node is True:
+            continue
+        seen.add(id(node))
+        if not isinstance(node, dict):
+            raise GrammarError(f"{place} allows nothing or is no schema")
+        waiting += _inner(node, place, refs)
+    return schema
+
+
+def _inner(node: Json, at: str, refs: SchemaRefs) -> list[tuple[Any, str]]:
+    """Check one schema; → those within it."""
+    said = KEYWORDS & node.keys()
+    alone = [keyword for keyword in _ALONE if keyword in said]
+    kind = node.get("type")
+    if alone:
+        beside = said - {alone[0]} - ({"type"} if alone[0] in ("const", "enum") else set())
+        if beside:
+            raise refused(min(beside), at, f"beside {alone[0]} is not enforced by xgrammar")
+        return _lone(node, alone[0], at, refs)
+    kinds = kind if isinstance(kind, list) else [kind] if kind is not None else []
+    allowed = _BESIDE_TYPE.get(kinds[0], frozenset()) if len(kinds) == 1 else frozenset[str]()
+    unknown = said - allowed - {"type"}
+    if unknown:
+        what = f"of type {json.dumps(kind)}" if kinds else "without type"
+        raise refused(min(unknown), at, f"{what} is not enforced by xgrammar")
+    if kinds == ["object"]:
+        return _object(node, at)
+    if kinds == ["array"]:
+        return _array(node, at)
+    return []
+
+
+def _lone(node: Json, keyword: str, at: str, refs: SchemaRefs) -> list[tuple[Any, str]]:
+    if keyword == "$ref":
+        found = refs.find(node, node["$ref"], at)
+        # xgrammar reads pointers from the root, whatever an $id says, and nothing else
+        pointer = node["$ref"] == "#" or node["$ref"].startswith("#/")
+        if pointer and refs.find(refs.root, node["$ref"], at)[0] is found[0]:
+            return [found]
+        raise refused("$ref", at, "is not a pointer from the root of its schema")
+    if keyword == "anyOf":
+        return [(one, f"{at}/anyOf/{i}") for i, one in enumerate(node["anyOf"])]
+    node[keyword] = whole(node[keyword])
+    values = node["enum"] if keyword == "enum" else [node["const"]]
+    kind = node.pop("type", None)
+    kinds = kind if isinstance(kind, list) else [kind]
+    if kind is not None and not all(any(_IS[k](v) for k in kinds) for v in values):
+        raise refused(keyword, at, f"has values that are not of type {json.dumps(kind)}")
+    return []
+
+
+_IS: dict[str, Callable[[Any], bool]] = {
+    "string": lambda value: isinstance(value, str),
+    "boolean": lambda value: isinstance(value, bool),
+    "integer": lambda value: isinstance(value, int) and not isinstance(value, bool),
+    "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
+    "null": lambda value: value is None,
+    "array": lambda value: isinstance(value, list),
+    "object": lambda value: isinstance(value, dict),
+}
+
+
+def _object(node: Json, at: str) -> list[tuple[Any, str]]:
+    properties = node.get("properties", {})
+    others = node.setdefault("additionalProperties", not properties)
+    if set(node.get("required", ())) - properties.keys():
+        raise refused("required", at, "names what properties does not declare")
+    if properties and others is not False:
+        # a declared name could be written with \u escapes and pass as another one
+        raise refused("additionalProperties", at, "beside properties is not enforced by xgrammar")
+    inner = [(one, f"{at}/properties/{escape(name)}") for name, one in properties.items()]
+    return inner if others is False else [*inner, (others, f"{at}/additionalProperties")]
+
+
+def _array(node: Json, at: str) -> list[tuple[Any, str]]:
+    items = node.setdefault("items", "prefixItems" not in node)
+    first = [{} if one is True else one for one in node.get("prefixItems", ())]
+    if first:
+        node["prefixItems"] = first  # xgrammar takes no booleans there
+    inner = [(one, f"{at}/prefixItems/{i}") for i, one in enumerate(first)]
+    return inner if items is False else [*inner, (items, f"{at}/items")]

@@ -1,0 +1,216 @@
+"""Compiling in worker processes: limits, caching, and what one bad grammar does to the others."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import time
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+from grammar_fake_work import VOCABULARY, scripted_work
+
+from jserve.grammar.backend import GrammarError, Vocabulary
+from jserve.grammar.compiler import CompilerLimits, GrammarCompiler
+from jserve.grammar.regex_sets import category
+from jserve.types import CompiledSpec, GrammarSpec
+
+Make = Callable[..., GrammarCompiler]
+BYTES = Vocabulary((*(bytes([i]) for i in range(256)), b""), 257, (256,))
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    made: list[GrammarCompiler] = []
+
+    def start(clock: Clock | None = None, **limits: float) -> GrammarCompiler:
+        made.append(
+            GrammarCompiler(
+                "scripted",
+                VOCABULARY,
+                CompilerLimits(**limits),  # type: ignore[arg-type]
+                work=scripted_work,
+                clock=clock or time.monotonic,
+            )
+        )
+        return made[-1]
+
+    yield start
+    for compiler in made:
+        compiler.close()
+    assert not children(), "a worker was left"
+
+
+def children() -> list[psutil.Process]:
+    return [
+        child
+        for child in psutil.Process().children()
+        if "spawn_main" in " ".join(child.cmdline()) and child.status() != psutil.STATUS_ZOMBIE
+    ]
+
+
+def spec(text: str) -> GrammarSpec:
+    return GrammarSpec(kind="regex", text=text)
+
+
+def error(future: concurrent.futures.Future[CompiledSpec]) -> str:
+    with pytest.raises(GrammarError) as caught:
+        future.result(60)
+    return str(caught.value)
+
+
+def test_a_worker_goes_on_after_an_ordinary_error(make: Make) -> None:
+    compiler = make(max_workers=1)
+    first = compiler.compile(spec("ok")).result(60)
+    assert first.spec == spec("ok")
+    assert error(compiler.compile(spec("bad bracket"))) == "bracket at position 3"
+    assert compiler.compile(spec("ok 2")).result(60).payload == first.payload  # its process id
+    assert (compiler.counts.compiled, compiler.counts.failed) == (2, 1)
+
+
+def test_a_panic_and_a_crash_are_errors_that_name_them_and_cost_their_worker(make: Make) -> None:
+    compiler = make(max_workers=1)
+    first = compiler.compile(spec("ok")).result(60).payload
+    assert error(compiler.compile(spec("panic"))) == (
+        "the compiler failed: Panic: index out of bounds"
+    )
+    second = compiler.compile(spec("ok 2")).result(60).payload
+    assert "ended its process" in error(compiler.compile(spec("die")))
+    third = compiler.compile(spec("ok 3")).result(60).payload
+    assert len({first, second, third}) == 3
+    assert compiler.counts.crashes == 1
+
+
+def test_an_idle_worker_that_died_is_replaced(make: Make) -> None:
+    compiler = make(max_workers=1)
+    process = int(compiler.compile(spec("ok")).result(60).payload)
+    for child in children():
+        child.kill()
+        while child.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.001)
+    assert int(compiler.compile(spec("ok 2")).result(60).payload) != process
+    assert compiler.counts.crashes == 0
+
+
+def test_a_compilation_that_takes_too_long_is_killed(make: Make) -> None:
+    compiler = make(seconds=0.5)
+    start = time.monotonic()
+    assert error(compiler.compile(spec("sleep 60"))) == "it was not compiled within 0.5 seconds"
+    assert time.monotonic() - start < 30
+    assert compiler.counts.timeouts == 1
+
+
+def test_hung_compilations_do_not_keep_the_next_one_waiting(make: Make) -> None:
+    compiler = make(max_workers=8)
+    compiler.compile(spec("ok")).result(60)
+    hung = [compiler.compile(spec(f"sleep 60 {i}")) for i in range(5)]
+    compiler.compile(spec("ok 2")).result(25)
+    assert not any(future.done() for future in hung)
+    assert compiler.counts.timeouts == 0
+
+
+def test_when_all_workers_hang_they_give_way_to_one_that_waits(make: Make) -> None:
+    compiler = make(max_workers=2, crowded_seconds=0.5)
+    hung = [compiler.compile(spec(f"sleep 600 {i}")) for i in range(2)]
+    compiler.compile(spec("ok")).result(60)
+    assert any(future.done() for future in hung)
+    assert compiler.counts.timeouts >= 1
+
+
+def test_identical_grammars_in_flight_compile_once(make: Make) -> None:
+    compiler = make()
+    futures = [compiler.compile(spec("sleep 0.5")) for _ in range(8)]
+    assert len({id(future.result(60)) for future in futures}) == 1
+    assert compiler.compile(spec("sleep 0.5")).result(0) is futures[0].result()
+    assert (compiler.counts.compiled, compiler.counts.cache_hits) == (1, 1)
+
+
+def test_the_cache_is_bounded_by_bytes_and_drops_the_oldest(make: Make) -> None:
+    compiler = make(cache_bytes=2500)
+    for text in ("bytes 1000", "bytes 1001", "bytes 1000", "bytes 1002"):
+        compiler.compile(spec(text)).result(60)
+    assert compiler.counts.cache_hits == 1
+    compiler.compile(spec("bytes 1000")).result(60)
+    assert compiler.counts.cache_hits == 2
+    compiler.compile(spec("bytes 1001")).result(60)
+    assert (compiler.counts.cache_hits, compiler.counts.compiled) == (2, 4)
+    compiler.flush()
+    compiler.compile(spec("bytes 1000")).result(60)
+    assert compiler.counts.compiled == 5
+
+
+def test_errors_are_remembered_for_good_and_timeouts_for_a_minute(make: Make) -> None:
+    clock = Clock()
+    compiler = make(clock, seconds=0.3)
+    for _ in range(2):
+        assert "bracket" in error(compiler.compile(spec("bad bracket")))
+        assert "within" in error(compiler.compile(spec("sleep 60")))
+    assert (compiler.counts.failed, compiler.counts.cache_hits) == (2, 2)
+    clock.now += 61.0
+    assert "bracket" in error(compiler.compile(spec("bad bracket")))
+    assert "within" in error(compiler.compile(spec("sleep 60")))
+    assert (compiler.counts.failed, compiler.counts.cache_hits) == (3, 3)
+
+
+def test_a_worker_that_kept_much_memory_is_not_used_again(make: Make) -> None:
+    compiler = make(memory_mb=400, max_workers=1)
+    first = compiler.compile(spec("keep 150")).result(60).payload
+    assert compiler.compile(spec("ok")).result(60).payload != first
+
+
+def test_memory_beyond_the_limit_is_an_error_that_says_so(make: Make) -> None:
+    compiler = make(memory_mb=300)
+    assert error(compiler.compile(spec("keep 1000"))) == "it needs more than 300 MB"
+    compiler.compile(spec("ok")).result(60)
+
+
+def test_a_nul_byte_is_refused_before_any_worker_sees_it(make: Make) -> None:
+    compiler = make()
+    assert error(compiler.compile(spec("ab\0c"))) == "it has a NUL byte at position 2"
+
+
+def test_close_ends_hung_compilations_and_leaves_no_process(make: Make) -> None:
+    compiler = make(max_workers=2)
+    futures = [compiler.compile(spec(f"sleep 600 {i}")) for i in range(4)]
+    while len(children()) < 2:
+        time.sleep(0.01)
+    compiler.close()
+    for future in futures:
+        error(future)
+    assert not children()
+
+
+def test_spare_workers_are_ready_beforehand_and_few_are_kept(make: Make) -> None:
+    compiler = make(max_workers=6)
+    futures = [compiler.compile(spec(f"sleep 0.5 {i}")) for i in range(6)]
+    concurrent.futures.wait(futures, 60)
+    deadline = time.monotonic() + 30
+    while len(children()) > 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert 1 <= len(children()) <= 2
+
+
+def letters() -> str:
+    """Words of any letters; takes 740 MB."""
+    ranges = "".join(f"\\U{low:08x}-\\U{high:08x}" for low, high in category("L"))
+    return f'root ::= ([{ranges}]{{1,50}} " "){{1,2}}'
+
+
+def test_a_grammar_beyond_the_memory_limit_fails_alone() -> None:
+    pytest.importorskip("xgrammar")
+    compiler = GrammarCompiler("xgrammar", BYTES, CompilerLimits(seconds=120.0, memory_mb=100))
+    try:
+        future = compiler.compile(GrammarSpec(kind="ebnf", text=letters()))
+        assert compiler.compile(spec("[a-z]{3}")).result(120).payload
+        assert "100 MB" in error(future)
+        assert compiler.counts.timeouts == 0
+    finally:
+        compiler.close()
+    assert not children()
