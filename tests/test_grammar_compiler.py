@@ -204,7 +204,6 @@ def letters() -> str:
 
 
 def test_a_grammar_beyond_the_memory_limit_fails_alone() -> None:
-    pytest.importorskip("xgrammar")
     compiler = GrammarCompiler("xgrammar", BYTES, CompilerLimits(seconds=120.0, memory_mb=100))
     try:
         future = compiler.compile(GrammarSpec(kind="ebnf", text=letters()))

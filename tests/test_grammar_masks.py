@@ -24,8 +24,6 @@ BACKENDS: dict[str, Backend] = {}
 
 
 def backend(name: str) -> Backend:
-    if name == "xgrammar":
-        pytest.importorskip("xgrammar")
     if name not in BACKENDS:
         BACKENDS[name] = pure_backend(name, VOCABULARY)
     return BACKENDS[name]

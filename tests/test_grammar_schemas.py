@@ -6,19 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import grammar_suites as suites
 import numpy as np
 import pytest
+from grammar_suites import BYTES, Group, accepts, is_valid, validator, walk
 
-jsonschema = pytest.importorskip("jsonschema")
-
-import grammar_suites as suites  # noqa: E402
-from grammar_suites import BYTES, Group, accepts, is_valid, validator, walk  # noqa: E402
-
-from jserve.grammar.backend import Backend, GrammarError, Template  # noqa: E402
-from jserve.grammar.choice import make_backend  # noqa: E402
-from jserve.grammar.schema_check import check_schema  # noqa: E402
-from jserve.grammar.spec import JSON_OBJECT  # noqa: E402
-from jserve.types import GrammarSpec  # noqa: E402
+from jserve.grammar.backend import Backend, GrammarError, Template
+from jserve.grammar.choice import make_backend
+from jserve.grammar.schema_check import check_schema
+from jserve.grammar.spec import JSON_OBJECT
+from jserve.types import GrammarSpec
 
 DATA = Path(__file__).parent / "data" / "json_schema_suite.json"
 INTEGER, TEXT = {"type": "integer"}, {"type": "string"}
@@ -31,7 +28,6 @@ def backend() -> Backend:
 
 @pytest.fixture(scope="module")
 def tag_backend() -> Backend:
-    pytest.importorskip("xgrammar")
     from jserve.grammar.xgrammar_backend import XGrammarBackend
 
     return XGrammarBackend(BYTES)
@@ -72,7 +68,6 @@ def test_a_part_of_the_official_suite_is_never_wrong(
 @pytest.mark.full
 @pytest.mark.timeout(3000)
 def test_all_suites_are_never_wrong_and_more_is_accepted_than_libraries_have_right() -> None:
-    pytest.importorskip("xgrammar")
     import grammar_report
 
     page, wrong = grammar_report.measure()
