@@ -244,6 +244,30 @@ def test_errors_are_one_line(capsys) -> None:
     assert "--dataset-name" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--num-prompts", "0"),
+        ("--num-prompts", "-1"),
+        ("--random-range-ratio", "2"),
+        ("--random-input-len", "0"),
+        ("--random-output-len", "0"),
+        ("--max-concurrency", "0"),
+        ("--request-rate", "-1"),
+        ("--request-rate", "nan"),
+        ("--burstiness", "0"),
+        ("--port", "99999"),
+        ("--seed", "-1"),
+    ],
+)
+def test_a_load_that_cannot_be_sent_is_refused_by_its_flag_before_anything_is_sent(
+    flags, capsys
+) -> None:
+    assert main(["bench", "serving", *flags]) == 2
+    error = capsys.readouterr().err
+    assert flags[0] in error and error.count("\n") == 1
+
+
 def test_scripted_answers_are_what_the_load_sees(scripted) -> None:
     """The fixture's engine really answers: an arm that changed a token would be seen."""
     with commands._engine(scripted_config()) as engine:

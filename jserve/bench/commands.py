@@ -42,17 +42,26 @@ _PROTOCOLS = {
 
 def one_batch(parsed: argparse.Namespace, config: Config) -> None:
     """Static batches: latency of the prefill and of a decode step, for each size."""
+    if parsed.repeat < 1:
+        raise ConfigError(f"--repeat must be >= 1, got {parsed.repeat}")
     sizes = [
-        (b, i, o) for b in parsed.batch_size for i in parsed.input_len for o in parsed.output_len
-    ]
-    with _engine(config, max(parsed.batch_size)) as engine:
-        for batch, input_len, output_len in sizes:
-            options = WorkloadOptions(
+        (
+            WorkloadOptions(
                 num_prompts=batch,
                 random_input_len=input_len,
                 random_output_len=output_len,
                 random_range_ratio=1.0,
-            )
+            ),
+            batch,
+            input_len,
+            output_len,
+        )
+        for batch in parsed.batch_size
+        for input_len in parsed.input_len
+        for output_len in parsed.output_len
+    ]
+    with _engine(config, max(parsed.batch_size)) as engine:
+        for options, batch, input_len, output_len in sizes:
             best: dict[str, Any] = {}
             for run in range(parsed.repeat + 1):  # the first warms up
                 conversations = make_workload(options, engine.model_config.vocab_size)
@@ -66,6 +75,7 @@ def one_batch(parsed: argparse.Namespace, config: Config) -> None:
 
 def offline(parsed: argparse.Namespace, config: Config) -> None:
     """A whole workload at once through an engine in this process."""
+    _workload(parsed)
     with _engine(config) as engine:
         vocab_size = engine.model_config.vocab_size
         conversations = make_workload(_workload(parsed), vocab_size)
@@ -98,6 +108,7 @@ def offline(parsed: argparse.Namespace, config: Config) -> None:
 
 def serving(parsed: argparse.Namespace) -> None:
     """Requests over HTTP as they would come, or as fast as they can."""
+    _check_load(parsed)
     pyplot = None if parsed.plot is None else load_pyplot()
     goodput = parse_goodput(parsed.goodput)
     samples, info, figures = asyncio.run(_serve_load(parsed, goodput))
@@ -131,12 +142,26 @@ def serving(parsed: argparse.Namespace) -> None:
 
 def compare(parsed: argparse.Namespace, config: Config) -> None:
     """The same workload through engines that differ in one mechanism, answers compared."""
+    _workload(parsed)
     arms = parsed.arms or list(ARMS)
     results = compare_arms(config, arms, _workload(parsed), _engine)
     _emit({"dataset_name": parsed.dataset_name, "arms": results}, parsed.output_file)
     wrong = [arm["name"] for arm in results if arm["different_answers"]]
     if wrong:
         raise JserveError(f"answers differ from the first arm's: {', '.join(wrong)}")
+
+
+def _check_load(parsed: argparse.Namespace) -> None:
+    """Raises ConfigError naming the flag."""
+    _workload(parsed)
+    if parsed.max_concurrency is not None and parsed.max_concurrency < 1:
+        raise ConfigError(f"--max-concurrency must be >= 1, got {parsed.max_concurrency}")
+    for name in ("request_rate", "burstiness"):
+        value = getattr(parsed, name)
+        if not value > 0:
+            raise ConfigError(f"--{name.replace('_', '-')} must be > 0, got {value}")
+    if not 0 < parsed.port < 65536:
+        raise ConfigError(f"--port must be in [1, 65535], got {parsed.port}")
 
 
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -191,7 +216,7 @@ async def _serve_load(
 async def _await_ready(client: httpx.AsyncClient, timeout: float) -> None:
     """Raises JserveError when the server does not answer /health within `timeout` seconds."""
     deadline = time.monotonic() + timeout
-    reason = ""
+    reason, told = "", False
     while True:
         try:
             reply = await client.get("/health", timeout=10)
@@ -202,6 +227,9 @@ async def _await_ready(client: httpx.AsyncClient, timeout: float) -> None:
             reason = str(error) or type(error).__name__
         if time.monotonic() > deadline:
             raise JserveError(f"no server is ready at {client.base_url}: {reason}")
+        if not told:
+            print(f"waiting for {client.base_url}: {reason}", file=sys.stderr)
+            told = True
         await asyncio.sleep(0.5)
 
 

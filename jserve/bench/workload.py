@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from jserve.errors import ConfigError
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Turn:
@@ -41,6 +43,17 @@ class WorkloadOptions:
     gsp_output_len: int = 256
     num_turns: int = 4
     seed: int = 42
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError naming the flag."""
+        for field in dataclasses.fields(self):
+            value, flag = getattr(self, field.name), "--" + field.name.replace("_", "-")
+            if field.name == "random_range_ratio":
+                if not 0 <= value <= 1:
+                    raise ConfigError(f"{flag} must be in [0, 1], got {value}")
+            elif field.name != "dataset_name" and value < (field.name != "seed"):
+                least = 0 if field.name == "seed" else 1
+                raise ConfigError(f"{flag} must be >= {least}, got {value}")
 
 
 def make_workload(options: WorkloadOptions, vocab_size: int) -> list[Conversation]:
