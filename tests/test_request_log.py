@@ -171,7 +171,8 @@ def test_a_client_that_leaves_is_logged_and_a_refusal_of_the_engine_too(lines) -
 
     with Server(log_requests=True, log_requests_level=1) as server:
         asyncio.run(leave(server.engine))
-        assert lines()[1] == ("Finish", {"rid": "gone", "finish_reason": "client left"})
+        left = {"type": "abort", "message": "Closed before its end."}
+        assert lines()[1] == ("Finish", {"rid": "gone", "finish_reason": left})
         server.generate()
         assert [name for name, _ in lines()] == ["Receive", "Finish"]
 

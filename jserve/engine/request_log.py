@@ -66,7 +66,10 @@ class RequestLog:
 
     def ended(self, request: GenerateRequest, rid: str, output: Output | None) -> None:
         if output is None:
-            _logger.info("Finish: %s", _json({"rid": rid, "finish_reason": "client left"}))
+            # its client left, or a sibling of its batch was refused
+            left = {"type": "abort", "message": "Closed before its end."}
+            reason = left if self._level else left["type"]
+            _logger.info("Finish: %s", _json({"rid": rid, "finish_reason": reason}))
             return
         times, finish = output.times, output.finish
         assert finish is not None, f"{rid=} goes on"
