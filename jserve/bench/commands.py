@@ -45,29 +45,24 @@ def one_batch(parsed: argparse.Namespace, config: Config) -> None:
     if parsed.repeat < 1:
         raise ConfigError(f"--repeat must be >= 1, got {parsed.repeat}")
     sizes = [
-        (
-            WorkloadOptions(
-                num_prompts=batch,
-                random_input_len=input_len,
-                random_output_len=output_len,
-                random_range_ratio=1.0,
-            ),
-            batch,
-            input_len,
-            output_len,
+        WorkloadOptions(
+            num_prompts=batch,
+            random_input_len=input_len,
+            random_output_len=output_len,
+            random_range_ratio=1.0,
         )
         for batch in parsed.batch_size
         for input_len in parsed.input_len
         for output_len in parsed.output_len
     ]
     with _engine(config, max(parsed.batch_size)) as engine:
-        for options, batch, input_len, output_len in sizes:
+        for options in sizes:
             best: dict[str, Any] = {}
             for run in range(parsed.repeat + 1):  # the first warms up
                 conversations = make_workload(options, engine.model_config.vocab_size)
                 engine.flush_cache()
                 samples, _ = asyncio.run(_at_once(EngineTarget(engine), conversations))
-                figures = _batch_figures(samples, batch, input_len, output_len)
+                figures = _batch_figures(samples, options)
                 if run and figures["total_latency"] < best.get("total_latency", np.inf):
                     best = figures
             _emit({"run_name": parsed.run_name, **best}, parsed.output_file)
@@ -250,11 +245,11 @@ async def _at_once(
     )
 
 
-def _batch_figures(
-    samples: Sequence[Sample], batch: int, input_len: int, output_len: int
-) -> dict[str, Any]:
+def _batch_figures(samples: Sequence[Sample], options: WorkloadOptions) -> dict[str, Any]:
     """The prefill ends with the last first token; decode steps are counted after it."""
     _require_success(samples)
+    batch, input_len = options.num_prompts, options.random_input_len
+    output_len = options.random_output_len
     start = min(sample.start for sample in samples)
     prefilled = max(sample.first for sample in samples)
     total = max(sample.last for sample in samples) - start

@@ -32,6 +32,6 @@ def kv_events_options(text: str | None) -> KvEventsOptions | None:
     endpoints = {"endpoint": options.endpoint, "replay_endpoint": options.replay_endpoint}
     for name, value in endpoints.items():
         if value is not None and "://" not in value:
-            example = "tcp://*:5557 or ipc:///tmp/events"
+            example = "tcp://*:5557 or ipc://events.sock"
             raise ConfigError(f"{_FLAG}: {name} must be like {example}, got {value!r}")
     return options if options.publisher == "zmq" else None

@@ -96,7 +96,7 @@ class Manifest:
     def _compile(self, key: Key, lowered: jax.stages.Lowered) -> None:
         try:
             self.ready[key] = lowered.compile(compiler_options=self._options(key))
-        except Exception:
+        except Exception:  # raised again: the log names the program
             logger.warning("%s does not compile", key)  # others serve, if it was not required
             raise
 
