@@ -54,6 +54,20 @@ LONGER: dict[str, dict[str, Any]] = {
     "long rows, pages of 8": {"page_size": 8},
     "long rows, pages of 64, all rows real": {"page_size": 64, "spare_rows": 0, "spare_tokens": 0},
 }
+#: So many decode rows that no context is split, some of one token and some of many blocks.
+MANY = suite.Case(
+    tuple((1, 1 + 37 * i % 333) for i in range(130)), 130,
+    group=4, head_dim=128, decode_only=True, spare_tokens=2,
+)  # fmt: skip
+MANIER: dict[str, dict[str, Any]] = {
+    "many rows": {},
+    "many rows, head_dim 64, group 16": {"head_dim": 64, "group": 16},
+    "many rows, window": {"window": 100},
+    "many rows, small window and cap": {"window": 9, "soft_cap": 3.0},
+    "many rows, one query head": {"group": 1, "kv_heads": 3},
+    "many rows, pages of 8": {"page_size": 8},
+    "many rows, pages of 64, all real": {"page_size": 64, "spare_rows": 0, "spare_tokens": 0},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +143,7 @@ def check(implementation: str, *, tiny: bool) -> int:
     cases["mixed, group 16"] = suite.Case(suite.MIXED, 2, group=16, kv_heads=1)
     if not tiny:
         cases |= {name: dataclasses.replace(LONG, **change) for name, change in LONGER.items()}
+        cases |= {name: dataclasses.replace(MANY, **change) for name, change in MANIER.items()}
     jobs = [(name, case, dtype) for name, case in cases.items() for dtype in LIMITS]
     # Compiling takes nearly all the time; Triton's own compiler is not known to be thread-safe.
     workers = 1 if implementation == "jax_triton" or tiny else 8

@@ -1,7 +1,8 @@
 """Speed of the Qwen3-8B shape (bfloat16, random weights, greedy) on one GPU beside its roofline.
 
 `scripts/gpu_check --perf` runs it; docs/performance/ keeps its JSON. Everything goes through the
-engine or the server at default flags, with the recompile guard on "error".
+engine or the server at default flags, with the recompile guard on "error". A row that fails says
+so in its place, and the others are measured.
 
 Roofline of a step: for each phase (matmuls, attention, head) the greater of bytes / BANDWIDTH and
 FLOPs / COMPUTE, the copy bandwidth and a sustained matmul rate of an H200.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import socket
 import statistics
@@ -19,16 +21,18 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from jserve.bench.load import run_load
 from jserve.bench.targets import EngineTarget
 from jserve.bench.workload import Conversation, Turn
 from jserve.engine.engine import Engine
+from scripts.gpu_targets import compared
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "configs" / "qwen3-8b.json"
@@ -37,6 +41,8 @@ ITEM = 2  # bytes of a bfloat16
 FLAGS: dict[str, Any] = {"load_format": "dummy", "dtype": "bfloat16", "recompile_guard": "error"}
 SHORT, LONG = 32, 160  # output tokens of the two runs whose difference is timed
 RATES = (8, 16, 24)
+GROUPS = ("start", "online", "http", "decode", "sampler", "long", "prefill", "offline", "shared")
+Row = dict[str, Any]
 
 
 class Roofline:
@@ -102,7 +108,11 @@ class Bench:
         step = statistics.median(runs) / (LONG - SHORT)
         least = self.roofline.decode(batch, context + (SHORT + LONG) / 2)
         self.engine.flush_cache()
-        return {"ms": round(step * 1e3, 2), "ratio": round(step / least, 3)}
+        return {
+            "ms": round(step * 1e3, 2),
+            "roofline_ms": round(least * 1e3, 2),
+            "of_roofline": round(step / least, 3),
+        }
 
     def prefill(self, batch: int, new: int, cached: int = 0) -> dict[str, float]:
         """One token each of prompts whose first `cached` tokens were seen before."""
@@ -118,6 +128,7 @@ class Bench:
         return {
             "s": round(best, 4),
             "tokens_per_s": round(batch * new / best),
+            "roofline_tokens_per_s": round(batch * new / (flops / COMPUTE)),
             "of_matmul_peak": round(flops / best / MATMUL_PEAK, 3),
         }
 
@@ -139,60 +150,81 @@ class Bench:
         }
 
 
-def engine_rows(only: set[str]) -> dict[str, Any]:
-    """What an engine in this process shows."""
-    rows: dict[str, Any] = {}
-    start = time.perf_counter()
-    with Engine(str(MODEL), **FLAGS) as engine:
-        rows["engine_start_s"] = round(time.perf_counter() - start, 1)
+class Table:
+    """Rows as they are measured: a failure is a row too, and is printed like one."""
+
+    def __init__(self, groups: set[str]) -> None:
+        self.groups, self.rows = groups, dict[str, Any]()
+
+    def wants(self, *groups: str) -> bool:
+        return not self.groups.isdisjoint(groups)
+
+    def row(self, name: str, group: str, measure: Callable[[], Row]) -> None:
+        if not self.wants(group):
+            return
+        begin = time.perf_counter()
+        try:
+            self.rows[name] = measure()
+        except Exception as error:  # every row is tried; its own line tells what failed
+            self.rows[name] = {"error": f"{type(error).__name__}: {error}"[:600]}
+        print(f"{name} ({time.perf_counter() - begin:.0f} s): {self.rows[name]}", flush=True)
+
+
+def engine_rows(table: Table, cache: str) -> None:
+    """What an engine of this process shows."""
+    with Engine(str(MODEL), compilation_cache_dir=cache, **FLAGS) as engine:
         bench = Bench(engine)
-
-        def row(name: str, group: str, measure: Any) -> None:
-            if not only or group in only:
-                rows[name] = measure()
-                print(f"{name}: {rows[name]}", flush=True)
-
         for batch in (1, 8, 32, 64, 128, 256):
-            row(f"decode_{batch}", "decode", lambda batch=batch: bench.decode(batch))
+            table.row(f"decode_{batch}", "decode", functools.partial(bench.decode, batch))
         sampled = {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "frequency_penalty": 0.1}
-        row("decode_256_full_sampler", "sampler", lambda: bench.decode(256, **sampled))
-        row("decode_64_at_8k", "long", lambda: bench.decode(64, 8192 - 96))
-        row("decode_1_at_32k", "long", lambda: bench.decode(1, 32_768 - 96))
-        row("prefill_512x1024", "prefill", lambda: bench.prefill(512, 1024))
-        row("prefill_1x8192", "prefill", lambda: bench.prefill(1, 8192))
-        row("prefill_16x512", "prefill", lambda: bench.prefill(16, 512))
-        row("prefill_4k_on_28k", "prefill", lambda: bench.prefill(1, 4096, 28_672))
+        table.row("full_sampler_256", "sampler", lambda: bench.decode(256, **sampled))
+        table.row("decode_64_at_8k", "long", lambda: bench.decode(64, 8192 - 96))
+        table.row("decode_1_at_32k", "long", lambda: bench.decode(1, 32_768 - 96))
+        table.row("prefill_512x1024", "prefill", lambda: bench.prefill(512, 1024))
+        table.row("prefill_1x8192", "prefill", lambda: bench.prefill(1, 8192))
+        table.row("prefill_16x512", "prefill", lambda: bench.prefill(16, 512))
+        table.row("prefill_4k_on_28k", "prefill", lambda: bench.prefill(1, 4096, 28_672))
         plain = [(Turn(bench.ids(1024), 256),) for _ in range(512)]
-        row("offline_512", "offline", lambda: bench.load(plain))
+        table.row("offline_512", "offline", lambda: bench.load(plain))
         shared = bench.ids(2048)
         behind = [(Turn(shared + bench.ids(128), 64),) for _ in range(512)]
-        row("shared_prefix_cold", "shared", lambda: bench.load(behind))
-        row("shared_prefix_warm", "shared", lambda: bench.load(behind, flush=False))
+        table.row("shared_prefix_cold", "shared", lambda: bench.load(behind))
+        table.row("shared_prefix_warm", "shared", lambda: bench.load(behind, flush=False))
         streams = [(Turn(bench.ids(128), 512),) for _ in range(256)]
-        row("engine_256_streams", "http", lambda: bench.load(streams))
-        info = engine.get_server_info()
-        kept = ("max_total_num_tokens", "recompiles_total", "compile_seconds")
-        rows |= {name: info[name] for name in kept}
-        rows["memory_used"] = memory_used()
-    return rows
+        table.row("engine_256_streams", "http", lambda: bench.load(streams))
+        table.rows["engine"] = engine_facts(engine)
 
 
-def server_rows(only: set[str]) -> dict[str, Any]:
+def engine_facts(engine: Engine) -> Row:
+    info = engine.get_server_info()
+    kept = ("max_total_num_tokens", "recompiles_total", "weight_bytes", "compile_seconds")
+    facts = {name: info[name] for name in kept}
+    used, total = (float(x) for x in _nvidia_smi("memory.used,memory.total").split(", "))
+    kv_bytes = info["max_total_num_tokens"] * Roofline(json.loads(MODEL.read_text())).kv_bytes
+    of_card = (info["weight_bytes"] + kv_bytes) / (total * (1 << 20))
+    return facts | {"memory_held": round(used / total, 3), "weights_and_kv": round(of_card, 3)}
+
+
+def server_rows(table: Table, cache: str) -> None:
     """Start of the server, cold and warm, and what a client in another process sees."""
-    rows: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as cache:
+    if table.wants("start"):
+        table.row("start_cold", "start", lambda: started(cache))
+    if table.wants("start", "online", "http"):
         with server(cache) as (url, times):
-            rows["start_cold"] = times
-        with server(cache) as (url, times):
-            rows["start_warm"] = times
+            table.row("start_warm", "start", lambda: times)
             sizes = ("--random-input-len", "1024", "--random-output-len", "256")
-            for rate in RATES if not only or "online" in only else ():
+            for rate in RATES:
                 count = ("--num-prompts", str(rate * 20), "--request-rate", str(rate))
-                rows[f"online_{rate}"] = client(url, *sizes, *count)
-            if not only or "http" in only:
-                sizes = ("--random-input-len", "128", "--random-output-len", "512")
-                rows["http_256_streams"] = client(url, *sizes, "--num-prompts", "256")
-    return rows
+                ask = functools.partial(client, url, *sizes, *count)
+                table.row(f"online_{rate}", "online", ask)
+            sizes = ("--random-input-len", "128", "--random-output-len", "512")
+            ask = functools.partial(client, url, *sizes, "--num-prompts", "256")
+            table.row("http_256_streams", "http", ask)
+
+
+def started(cache: str) -> Row:
+    with server(cache) as (_, times):
+        return times
 
 
 @contextlib.contextmanager
@@ -209,10 +241,8 @@ def server(cache: str) -> Iterator[tuple[str, dict[str, float]]]:
     process = subprocess.Popen([*command, *flags, *quiet], cwd=ROOT)
     try:
         ready = _wait(process, url, lambda info: True) - start
-        compiled = _wait(process, url, lambda info: not info["programs_pending"]) - start
-        times = {"ready_s": round(ready, 1), "compiled_s": round(compiled, 1)}
-        print(f"server start: {times}", flush=True)
-        yield url, times
+        compiled = _wait(process, url, _all_compiled) - start
+        yield url, {"ready_s": round(ready, 1), "compiled_s": round(compiled, 1)}
     finally:
         process.terminate()
         process.wait()
@@ -228,10 +258,14 @@ def _wait(process: subprocess.Popen[bytes], url: str, reached: Any) -> float:
         time.sleep(0.2)
 
 
+def _all_compiled(info: Row) -> bool:
+    return not info["internal_states"][0]["programs_pending"]
+
+
 def client(url: str, *flags: str) -> dict[str, float]:
     """The benchmark's own client, in a process of its own."""
     command = [sys.executable, "-m", "jserve", "bench", "serving", "--base-url", url]
-    fixed = ["--random-range-ratio", "1.0", "--flush-cache"]
+    fixed = ["--backend", "jserve-oai", "--random-range-ratio", "1.0", "--flush-cache"]
     done = subprocess.run(
         [*command, *fixed, *flags], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True
     )
@@ -239,15 +273,7 @@ def client(url: str, *flags: str) -> dict[str, float]:
     figures = ("ttft_ms", "itl_ms", "tpot_ms", "e2e_latency_ms")
     kept = [f"{kind}_{name}" for name in figures for kind in ("median", "p99")]
     kept += ["duration", "completed", "output_throughput", "request_throughput"]
-    figures_kept = {name: round(result[name], 2) for name in kept}
-    print(f"{' '.join(flags)}: {figures_kept}", flush=True)
-    return figures_kept
-
-
-def memory_used() -> float:
-    """Share of the card's memory that is in use."""
-    used, total = _nvidia_smi("memory.used,memory.total").split(", ")
-    return round(float(used) / float(total), 3)
+    return {name: round(result[name], 2) for name in kept}
 
 
 def card() -> dict[str, str]:
@@ -263,14 +289,27 @@ def _nvidia_smi(query: str, units: str = "csv,noheader,nounits") -> str:
     ]
 
 
-def measure(only: Sequence[str] = ()) -> dict[str, Any]:
-    """All rows, or those of the groups named: decode sampler long prefill offline shared http
-    online."""
-    groups = set(only)
-    rows: dict[str, Any] = {"card": card()}
-    if not groups or groups & {"online", "http", "start"}:
-        rows |= server_rows(groups)
-    if not groups or groups - {"online", "start"}:
-        rows |= engine_rows(groups)
-    rows["card_after"] = card()
-    return rows
+def measure(only: Sequence[str] = ()) -> Row:
+    """The rows of the GROUPS named, or all: figures first, what they are to reach beside them."""
+    unknown = set(only) - set(GROUPS)
+    if unknown:
+        raise SystemExit(f"unknown groups {sorted(unknown)}; known: {', '.join(GROUPS)}")
+    table = Table(set(only or GROUPS))
+    before = card()
+    with tempfile.TemporaryDirectory() as cache:
+        stages: tuple[tuple[str, Callable[[Table, str], None]], ...] = (
+            ("server", server_rows),
+            ("engine", engine_rows),
+        )
+        for name, stage in stages:
+            try:
+                stage(table, cache)
+            except Exception as error:  # the other stage has figures of its own
+                table.rows[name] = {"error": f"{type(error).__name__}: {error}"[:600]}
+    return {
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "card": before,
+        "card_after": card(),
+        "jax": jax.__version__,
+        "rows": compared(table.rows),
+    }

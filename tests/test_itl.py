@@ -69,6 +69,14 @@ def test_with_more_decode_rows_than_the_budget_a_prompt_still_gets_a_page_a_step
     assert sim.runner.chunks["long0"] == 15
 
 
+def test_prompts_get_more_of_a_step_while_many_wait_and_the_last_one_does_not():
+    sim = long_prompts_beside_streams(4, 12, mixed_chunk_size=8, mixed_chunk_most=32, num_slots=6)
+    mixed = [plan for plan in sim.plans if plan.num_decode_rows and prompt_tokens(plan)]
+    assert prompt_tokens(mixed[0]) == 28  # 11 wait behind it for 4 that decode: the whole chunk
+    last = [plan for plan in mixed if any(r.request.rid == "long11" for r in plan.rows)]
+    assert prompt_tokens(last[-1]) <= 4
+
+
 def test_without_decode_rows_a_prompt_has_the_whole_chunk():
     sim = Simulation(chunked_prefill_size=32, mixed_chunk_size=8)
     sim.scheduler.submit(submit("a", prompt(70), 2))
@@ -100,6 +108,18 @@ def test_the_budget_is_never_below_a_page_nor_above_the_chunk(page_size):
     assert prompt_budget(settings, 64) == page_size
     for rows in range(1, 96 - page_size + 1):
         assert page_size <= prompt_budget(settings, rows) <= min(64, 96 - rows)
+
+
+def test_a_given_budget_stays_and_an_automatic_one_grows_with_those_who_wait():
+    numbers = {"num_slots": 64, "context_length": 512, "page_size": 4, "vocab_size": 64}
+    chunks = {"chunked_prefill_size": 96, "max_prefill_tokens": 96, "mixed_chunk_size": 32}
+    given = SchedulerSettings(**numbers, **chunks)
+    automatic = SchedulerSettings(**numbers, **chunks, mixed_chunk_most=96)
+    assert {prompt_budget(given, 8, behind) for behind in range(100)} == {24}
+    grown = [prompt_budget(automatic, 8, behind) for behind in range(100)]
+    assert grown[:2] == [24] * 2 and grown == sorted(grown)
+    assert grown[2] == 24 and grown[8] == 56 and grown[30] == 88, "sizes of buckets, with 8 rows"
+    assert prompt_budget(given, 3) == 29 and prompt_budget(automatic, 3) == 13, "few rows"
 
 
 @pytest.mark.full

@@ -65,6 +65,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             page_size=page,
             chunked_prefill_size=max(12, 2 * page),
             mixed_chunk_size=mixed_chunk,
+            mixed_chunk_most=spare % 2 * max(12, 2 * page),
             max_prefill_tokens=64,
             vocab_size=VOCAB,
             eos_token_ids=(EOS,),
@@ -257,7 +258,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_budgets(self, plan: StepPlan) -> None:
         prompts = plan.num_tokens - plan.num_decode_rows
-        assert prompts <= prompt_budget(self.settings, plan.num_decode_rows)
+        behind = len(self.scheduler._roster.requests)  # at most
+        assert prompts <= prompt_budget(self.settings, plan.num_decode_rows, behind)
         pairs = zip(rows_of(plan), plan.kv_lens.tolist(), strict=True)
         cut = sum(kv_len < len(row.tokens) for row, kv_len in pairs)
         assert cut <= 1, "two requests are cut"

@@ -19,6 +19,7 @@ import jax
 
 from jserve.runner.buckets import Key
 from jserve.runner.guard import CompileGuard
+from jserve.runner.store import ProgramStore
 
 logger = logging.getLogger("jserve.runner")
 
@@ -43,7 +44,8 @@ class Program:
 
 
 class Manifest:
-    """Lowers programs in the caller's thread (tracing holds the GIL), compiles them in others.
+    """Lowers programs in the caller's thread (tracing holds the GIL), compiles them in others; what
+    the store holds is loaded instead.
 
     `ready` holds what is compiled so far; the threads add to it. Without the `required` ones
     nothing is served; they come first.
@@ -55,12 +57,14 @@ class Manifest:
         others: Sequence[Program],
         guard: CompileGuard,
         options: Callable[[Key], Options | None] = lambda _: None,
+        store: ProgramStore | None = None,
     ) -> None:
         self.ready: dict[Key, jax.stages.Compiled] = {}
         self.total = len(required) + len(others)
         self._required, self._others = required, others
         self._guard = guard
         self._options = options
+        self._store = store or ProgramStore(None)
         self._futures: list[Future[None]] = []
         workers = min(8, max(1, os.cpu_count() or 1))
         self._pool = ThreadPoolExecutor(workers, "compile", initializer=_yield_to_serving)
@@ -71,7 +75,10 @@ class Manifest:
         The rest goes on in the background. `progress` is called in this thread with (done, total).
         """
         for program in (*self._required, *self._others):
-            future = self._pool.submit(self._compile, program.key, program.lower())
+            if self._store.holds(program.key):
+                future = self._pool.submit(self._load, program)
+            else:
+                future = self._pool.submit(self._compile, program.key, program.lower())
             self._futures.append(future)
             progress(len(self.ready), self.total)
         self._pool.shutdown(wait=False)
@@ -93,9 +100,18 @@ class Manifest:
         for future in self._futures:
             future.cancel()
 
+    def _load(self, program: Program) -> None:
+        compiled = self._store.load(program.key)
+        if compiled is None:
+            self._compile(program.key, program.lower())
+        else:
+            self.ready[program.key] = compiled
+
     def _compile(self, key: Key, lowered: jax.stages.Lowered) -> None:
         try:
-            self.ready[key] = lowered.compile(compiler_options=self._options(key))
+            compiled = lowered.compile(compiler_options=self._options(key))
+            self._store.save(key, compiled)
+            self.ready[key] = compiled
         except Exception:  # raised again: the log names the program
             logger.warning("%s does not compile", key)  # others serve, if it was not required
             raise

@@ -11,7 +11,8 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import jax
@@ -30,6 +31,7 @@ from jserve.runner.recount import recount_program
 from jserve.runner.runner import Runner
 from jserve.runner.score import score_program
 from jserve.runner.shapes import Model, Shapes, shardings
+from jserve.runner.store import ProgramStore
 from jserve.runner.window_share import WindowShare
 from jserve.types import KVShape
 from sharding.rules import Rules
@@ -77,31 +79,47 @@ def start_runner(
     progress: Callable[[int, int], None],
     *,
     compilation_cache_dir: str | None = None,
+    facts: Sequence[object] = (),
 ) -> Runner:
     """Size the pool, compile, allocate. On CPU the rest compiles on in the background.
 
     Args:
         params: by WeightSpec.path, placed as the specs say.
         progress: called in this thread with (programs compiled, in all).
-        compilation_cache_dir: JAX's persistent compilation cache, or None.
+        compilation_cache_dir: of JAX's cache and of whole programs, or None.
+        facts: what the model's code depends on beside its parameters; told by their repr.
     """
     if compilation_cache_dir is not None:
         jax.config.update("jax_compilation_cache_dir", compilation_cache_dir)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     sizing = Sizing(model, rules, settings)
-    num_pages, memory = sizing.pool(local_bytes(params.values()))
-    programs = sizing.programs(num_pages)
+    memory = sizing.memory(local_bytes(params.values()))
+    num_pages, folder = sizing.pages(memory), None
+    devices = list(rules.mesh.devices.flat)
+    # On a CPU programs compile while others serve, and depend on more than its kind.
+    if compilation_cache_dir is not None and rules.platform != "cpu":
+        folder = Path(compilation_cache_dir) / "programs"
     guard = CompileGuard(settings.recompile_guard)
-    manifest = Manifest(
-        list(required(programs)),
-        list(others(programs)),
-        guard,
-        functools.partial(compiler_options, rules),
-    )
-    # Autotuning needs memory, so a device's pool is allocated after the last compilation.
-    manifest.compile(progress, everything=rules.platform != "cpu")
-    memory = measured(memory, (manifest.ready[p.key] for p in largest(programs)))
+    while True:
+        programs = sizing.programs(num_pages)
+        rest = list(others(programs))
+        if rules.platform != "cpu":  # all are waited for: those that take longest come first
+            rest.sort(key=lambda program: (program.key.name != "forward", not program.key.variant))
+        manifest = Manifest(
+            list(required(programs)),
+            rest,
+            guard,
+            functools.partial(compiler_options, rules),
+            ProgramStore(folder, (*facts, settings, num_pages), devices),
+        )
+        # Autotuning needs memory, so a device's pool is allocated after the last compilation.
+        manifest.compile(progress, everything=rules.platform != "cpu")
+        memory = measured(memory, (manifest.ready[p.key] for p in largest(programs)))
+        fitting = sizing.pages(memory)
+        if fitting >= num_pages:
+            break
+        num_pages = fitting  # temporaries are larger than what the fraction leaves: rare
     logger.info("memory of one device:\n%s", memory.table(num_pages, settings.page_size))
     return Runner(programs, params, manifest, guard, num_pages)
 
@@ -191,26 +209,24 @@ class Sizing:
         spec = pool_spec(alone, 1, self.settings.page_size, self.settings.kv_dtype, self.rules)
         return local_bytes(jax.tree.leaves(spec))
 
-    def pool(self, weights: int) -> tuple[int, DeviceMemory]:
-        """Pages by --max-total-tokens, else what weights and the largest step leave free."""
-        settings, rules = self.settings, self.rules
-        shapes = self.programs(2).shapes
-        memory = DeviceMemory(
-            limit=device_limit(rules.mesh.devices.flat[0]),
+    def memory(self, weights: int) -> DeviceMemory:
+        """Of one device; what the steps' temporaries take is not known yet."""
+        return DeviceMemory(
+            limit=device_limit(self.rules.mesh.devices.flat[0]),
             weights=weights,
-            state=local_bytes(jax.tree.leaves(shapes.state)),
+            state=local_bytes(jax.tree.leaves(self.programs(2).shapes.state)),
             page=self._page_bytes(self.model.cache),
             shares=self.shares(),
         )
+
+    def pages(self, memory: DeviceMemory) -> int:
+        """By --max-total-tokens, else what weights and temporaries leave free."""
+        settings = self.settings
         if settings.max_total_tokens is not None:
-            return math.ceil(settings.max_total_tokens / settings.page_size) + 1, memory
+            return math.ceil(settings.max_total_tokens / settings.page_size) + 1
         if memory.limit is None:
             raise ConfigError("this device does not tell its memory; give --max-total-tokens")
         fraction = settings.mem_fraction_static
-        # With a provisional pool; of the same size as the final one, unless temporaries are large.
-        provisional = self.programs(max(2, memory.num_pages(fraction)))
-        compiled = (p.lower().compile(compiler_options(rules, p.key)) for p in largest(provisional))
-        memory = measured(memory, compiled)
         pages = memory.num_pages(fraction)
         if (pages - 1) * settings.page_size < settings.context_length:
             raise ConfigError(
@@ -218,7 +234,7 @@ class Sizing:
                 f"{settings.page_size} tokens, too few for --context-length "
                 f"{settings.context_length}; raise the first or lower the second"
             )
-        return pages, memory
+        return pages
 
 
 def measured(memory: DeviceMemory, programs: Iterable[jax.stages.Compiled]) -> DeviceMemory:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 
 from jserve.cache.manager import CacheManager, Lease
+from jserve.scheduler.mixing import mixed_size
 from jserve.scheduler.request import Request, Row, SchedulerSettings
 from jserve.scheduler.rows import Grant
 from jserve.scheduler.sliding import WindowBudget
@@ -97,12 +98,11 @@ class Admission:
         return -(-tokens // self.page_size) * self.page_size
 
 
-def prompt_budget(settings: SchedulerSettings, num_decode: int) -> int:
-    """Prompt tokens of a step with `num_decode` decode rows, whose next token waits for it."""
-    size = settings.chunked_prefill_size
+def prompt_budget(settings: SchedulerSettings, num_decode: int, behind: int = 0) -> int:
+    """Prompt tokens of a step with `num_decode` decode rows, `behind` requests behind the first."""
     if num_decode:
-        size = min(size, max(settings.mixed_chunk_size, num_decode + settings.page_size))
-    return size - num_decode
+        return mixed_size(settings, num_decode, behind) - num_decode
+    return settings.chunked_prefill_size
 
 
 def has_room(request: Request, extend: int, free: int, reserved: float | None, page: int) -> bool:

@@ -97,7 +97,8 @@ class Preemption:
         reserved = None if alone else float(table.expected(left, ratio).sum())
         if not has_room(request, extend, free, reserved, page):
             return False
-        chunk = min(extend, prompt_budget(settings, len(left) * settings.mixed))
+        behind = len(roster.requests)  # at most
+        chunk = min(extend, prompt_budget(settings, len(left) * settings.mixed, behind))
         windows = [WindowBudget.of(group, table, left, ratio) for group in cache.groups]
         for window, pages in zip(windows, gained[1:], strict=True):
             window.gained = pages - starting

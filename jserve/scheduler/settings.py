@@ -18,6 +18,7 @@ class SchedulerSettings:
     eos_token_ids: tuple[int, ...] = ()
     mixed: bool = True  # prompt chunks share a step with decode rows
     mixed_chunk_size: int = 512  # such a step's budget for both, a page of prompt at least
+    mixed_chunk_most: int = 0  # what that grows to while many prompts wait; 0: it stays as it is
     policy: str = "fcfs"
     schedule_conservativeness: float = 1.0
     max_queued: int | None = None

@@ -30,6 +30,7 @@ from pallas_kernels.attention.tuning import block_sizes
 
 HALF = 64  # queries of one warpgroup
 TILE = 2 * HALF
+LEAST_TOKENS = 512  # of a step; a smaller one gains less than a start loses by compiling this
 LOG2E = math.log2(math.e)
 ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage] -- public, but not re-exported
 MASKED = -1e30  # finite, so that a block without visible keys yields no NaN
@@ -60,7 +61,7 @@ def attention(
     if kv_layer.v is None or sinks is not None:
         raise NotImplementedError("mosaic_gpu has no fused layout and no sinks")
     how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap}
-    if meta.max_q_len == 1 or q.shape[0] < HALF:
+    if meta.max_q_len == 1 or q.shape[0] < LEAST_TOKENS:
         return pallas_triton.attention(q, kv_layer, meta, **how)
     out = prefill(q, kv_layer, meta, **how, **block_sizes("mosaic_gpu.prefill"))
     return pallas_triton.attention(q, kv_layer, meta, **how, out=out, shorter_than=HALF)

@@ -1,0 +1,215 @@
+#!/usr/bin/env python3
+"""Time single steps on one GPU without an engine around them, and tell where their time goes.
+
+    scripts/gpu_steps.py [--steps decode:256,prefill:8192] [--context 1120] [--in-order]
+                         [--profile] [--top 16]
+
+A step is the forward program and the head after it, as the engine compiles them, many dispatched
+back to back: `decode:N` N rows of --context tokens, `prefill:N` N tokens of prompts of 1,024. A
+row's pages are random, or with --in-order follow each other. Beside scripts/gpu_perf.py's figures
+it tells how long the device waits for the host. Qwen3-8B's shape, bfloat16, random weights. Prints
+one JSON line last.
+
+--profile adds the kernels of a step. XLA's command buffers are off then, because the profiler does
+not see into them, so those steps take longer: read shares.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import json
+import os
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.93")
+if "--profile" in sys.argv:  # read when the backend starts
+    off = "--xla_gpu_enable_command_buffer="
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {off}"
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+
+from jserve.config import Config, DeviceFacts, resolve  # noqa: E402
+from jserve.models.architectures import find_architecture  # noqa: E402
+from jserve.models.registry import build_model, parse_config  # noqa: E402
+from jserve.plan import Kind, StepPlan  # noqa: E402
+from jserve.runner.programs import Programs  # noqa: E402
+from jserve.runner.startup import Sizing, compiler_options, init_program  # noqa: E402
+from jserve.weights.checkpoint import open_checkpoint  # noqa: E402
+from jserve.weights.loader import load_params  # noqa: E402
+from sharding.mesh import make_mesh  # noqa: E402
+from sharding.rules import TP, Rules  # noqa: E402
+
+MODEL = ROOT / "configs" / "qwen3-8b.json"
+POOL_TOKENS = 560_000
+PROMPT = 1024
+CALLS, ROUNDS = 12, 3
+
+
+class Steps:
+    """Programs of the model and what they work on. `in_order`: a row's pages follow each other."""
+
+    def __init__(self, in_order: bool) -> None:
+        self._in_order = in_order
+        config = Config.from_flags(
+            model_path=str(MODEL), load_format="dummy", dtype="bfloat16", log_level="error"
+        )
+        checkpoint = open_checkpoint(config.model, find_architecture)
+        model_config = parse_config(checkpoint.hf_config, checkpoint.generation_config)
+        device = jax.devices()[0]
+        memory = (device.memory_stats() or {}).get("bytes_limit")
+        resolved = resolve(config, model_config, DeviceFacts("gpu", device.device_kind, 1, memory))
+        self.rules = Rules(make_mesh(jax.devices()[:1], tensor=1), TP)
+        model = build_model(
+            model_config, self.rules, dtype=resolved.dtype,
+            attention_backend=resolved.attention_backend, page_size=resolved.page_size,
+            hybrid=resolved.hybrid_swa,
+        )  # fmt: skip
+        self.page_size, self.layers = resolved.page_size, model_config.num_layers
+        self.num_pages = POOL_TOKENS // resolved.page_size
+        sizing = Sizing(model, self.rules, resolved)
+        self.programs: Programs = sizing.programs(self.num_pages)
+        params = load_params(
+            model.specs, checkpoint, self.rules, resolved.dtype, progress=lambda done, total: None
+        )
+        self._params = tuple(params[spec.path] for spec in model.specs)
+        self._head_params = tuple(params[path] for path in model.head_params)
+        self._rng = np.random.default_rng(0)
+        self._kv: Any = None
+        self._state: Any = None
+
+    def compile(self, steps: list[tuple[str, int]]) -> dict[tuple[str, int], Any]:
+        """(forward, head) of each step."""
+        wanted = [init_program(self.programs.shapes)]
+        for name, size in steps:
+            kind = Kind.DECODE if name == "decode" else Kind.MIXED
+            rows = size if name == "decode" else max(1, size // PROMPT)
+            wanted.append(self.programs.forward(kind, size))
+            wanted.append(self.programs.head(rows, False, False))
+
+        def build(program: Any, lowered: Any) -> Any:
+            return lowered.compile(compiler_options=compiler_options(self.rules, program.key))
+
+        with ThreadPoolExecutor(8) as pool:
+            jobs = [pool.submit(build, program, program.lower()) for program in wanted]
+            init, *rest = [job.result() for job in jobs]
+        self._kv, self._state = init()
+        self._fill()
+        return dict(zip(steps, zip(rest[::2], rest[1::2], strict=True), strict=True))
+
+    def _fill(self) -> None:
+        """Random keys and values, the same in every layer, and random page tables."""
+
+        def some(pool: jax.Array, key: jax.Array, layer: jax.Array) -> jax.Array:
+            block = jax.random.normal(key, (self.num_pages, *pool.shape[1:]), pool.dtype)
+            return jax.lax.dynamic_update_slice(pool, block, (layer * self.num_pages, 0, 0, 0))
+
+        write = jax.jit(some, donate_argnums=0)
+        k, v = self._kv.k, self._kv.v
+        for layer in range(self.layers):
+            k = write(k, jax.random.key(1), np.int32(layer))
+            v = write(v, jax.random.key(2), np.int32(layer))
+        self._kv = self._kv._replace(k=k, v=v)
+        table = self._state.page_table
+        pages = self._rng.integers(1, self.num_pages, table.shape)
+        if self._in_order:
+            slots, columns = np.indices(table.shape)
+            pages = 1 + (slots * 2 * PROMPT // self.page_size + columns) % (self.num_pages - 1)
+        placed = jax.device_put(pages.astype(np.int32), table.sharding)
+        self._state = dataclasses.replace(self._state, page_table=placed)
+
+    def plan(self, name: str, size: int, context: int) -> StepPlan:
+        rows = size if name == "decode" else max(1, size // PROMPT)
+        q_len = 1 if name == "decode" else size // rows
+        each = np.full(rows, 1, np.int32)
+        return StepPlan(
+            step=0,
+            kind=Kind.DECODE if name == "decode" else Kind.MIXED,
+            slots=np.arange(rows, dtype=np.int32),
+            q_lens=each * q_len,
+            kv_lens=each * (context if name == "decode" else q_len),
+            samples=np.ones(rows, bool),
+            output_index=each,
+            num_decode_rows=rows if name == "decode" else 0,
+            token_ids=self._rng.integers(1000, 100_000, rows * q_len).astype(np.int32),
+            new_pages=np.zeros(rows * q_len, np.int32),
+            full_sampler=False,
+            logprobs=False,
+        )
+
+    def run(self, step: tuple[str, int], programs: Any, context: int, calls: int) -> float:
+        """Seconds of one of `calls` steps."""
+        (name, size), (forward, head) = step, programs
+        packed = self.programs.layout(name != "decode", size).pack(self.plan(name, size, context))
+        out = None
+        begin = time.perf_counter()
+        for _ in range(calls):
+            self._kv, self._state, hidden = forward(self._params, self._kv, self._state, packed)
+            rows = (hidden.rows, hidden.slots, hidden.output_index)
+            self._state, out = head(self._head_params, self._state, *rows)
+        jax.block_until_ready(out)
+        return (time.perf_counter() - begin) / calls
+
+
+def profile(steps: Steps, step: tuple[str, int], programs: Any, context: int, top: int) -> Any:
+    """Microseconds of a step by kernel, the longest first."""
+    calls = 3
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            steps.run(step, programs, context, calls)
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        data = jax.profiler.ProfileData.from_file(str(file))
+    spent: collections.Counter[str] = collections.Counter()
+    count: collections.Counter[str] = collections.Counter()
+    for plane in data.planes:
+        for line in plane.lines:
+            if plane.name.startswith("/device:GPU") and line.name.startswith("Stream"):
+                for event in line.events:
+                    spent[event.name] += event.duration_ns
+                    count[event.name] += 1
+    for kernel, nanoseconds in spent.most_common(top):
+        each = nanoseconds / count[kernel] / 1e3
+        share = nanoseconds / max(1, sum(spent.values()))
+        print(f"  {share:6.1%} {each:9.1f} us x {count[kernel] / calls:6.1f}  {kernel[:100]}")
+    whole = sum(spent.values()) / calls / 1e6
+    print(f"  {whole:.3f} ms of kernels a step", flush=True)
+    return {name: round(ns / calls / 1e3, 1) for name, ns in spent.most_common(top)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--steps", default="decode:64,decode:256,prefill:8192")
+    parser.add_argument("--context", type=int, default=1120)
+    parser.add_argument("--in-order", action="store_true")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--top", type=int, default=16)
+    options = parser.parse_args()
+    pairs = [text.split(":") for text in options.steps.split(",")]
+    wanted = [(name, int(size)) for name, size in pairs]
+    steps, rows = Steps(options.in_order), dict[str, Any]()
+    for step, programs in steps.compile(wanted).items():
+        name = f"{step[0]}_{step[1]}"
+        steps.run(step, programs, options.context, 3)
+        times = [steps.run(step, programs, options.context, CALLS) for _ in range(ROUNDS)]
+        rows[name] = {"ms": [round(seconds * 1e3, 3) for seconds in times]}
+        print(name, rows[name], flush=True)
+        if options.profile:
+            kernels = profile(steps, step, programs, options.context, options.top)
+            rows[name]["kernels_us"] = kernels
+    print(json.dumps(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
