@@ -1,4 +1,4 @@
-"""The command line: `jserve serve | generate | chat | bench`.
+"""The command line: `jserve serve | generate | chat | lang | bench`.
 
 Owns argument parsing, the terminal and exit codes (2: a configuration that cannot work, in one
 line; 1: a request or engine that failed; 130: interrupted). Flags come from config.py; what they do
@@ -12,11 +12,13 @@ import asyncio
 import dataclasses
 import sys
 from collections.abc import AsyncIterator, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from jserve import __version__
 from jserve.bench import arguments
 from jserve.config import Config, add_arguments, unknown_option
+from jserve.engine.syntax import NAMES, syntax_fields
 from jserve.errors import ConfigError, JserveError
 from jserve.types import GenerateRequest, Output, SamplingParams
 
@@ -115,6 +117,12 @@ def _chat(parsed: argparse.Namespace) -> None:
         chat_loop(engine, _terminal_lines(), _sampling(parsed, max_new_tokens=None))
 
 
+def _explain(parsed: argparse.Namespace) -> None:
+    from jserve.lang.command import explain
+
+    explain(parsed)
+
+
 def _bench(parsed: argparse.Namespace) -> None:
     from jserve.bench.commands import COMMANDS
 
@@ -170,9 +178,27 @@ def _parser() -> argparse.ArgumentParser:
         _add_sampling(command)
         add_arguments(command, skip=("server",))
         command.set_defaults(log_level="error")
+    about = "programs in the frontend language"
+    lang = commands.add_parser("lang", help=about, description="See docs/language.md.")
+    _add_explain(lang.add_subparsers(title="commands", metavar="COMMAND", required=True))
     bench = commands.add_parser("bench", help="measure speed", description="Measure speed.")
     _add_benchmarks(bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True))
     return parser
+
+
+def _add_explain(commands: Any) -> None:
+    about = "show a program's tree: constant text, generations, branches, constraints"
+    explain = commands.add_parser("explain", help=about, description=about)
+    explain.add_argument("file", metavar="PROGRAM.PY", help="a file that defines programs")
+    explain.set_defaults(command=_explain)
+    text, integer, number = {"metavar": "TEXT"}, {"metavar": "INT"}, {"metavar": "FLOAT"}
+    explain.add_argument("--function", help="which of them [the only one]", **text)
+    explain.add_argument("--args", default="{}", help="arguments by name, as JSON", **text)
+    explain.add_argument("--url", help="run it there, show what was reused and computed", **text)
+    explain.add_argument("--api-key", help="of that server", **text)
+    explain.add_argument("--max-new-tokens", type=int, default=64, help="of a run [64]", **integer)
+    explain.add_argument("--temperature", type=float, default=0.0, help="of a run [0]", **number)
+    explain.add_argument("--html", help="write the picture as a page, too", metavar="FILE")
 
 
 def _add_benchmarks(benchmarks: Any) -> None:
@@ -229,6 +255,24 @@ _SAMPLING = (
 )
 
 
+_SYNTAX = {
+    "--json-schema": "a JSON schema",
+    "--regex": "a regular expression that the whole answer matches",
+    "--ebnf": "a grammar with the rule root",
+    "--structural-tag": "free text with tagged JSON in it, as JSON",
+}
+
+
+def _text(given: Any) -> Any:
+    """A flag's value, read from the file that it names after an @."""
+    if not isinstance(given, str) or not given.startswith("@"):
+        return given
+    try:
+        return Path(given[1:]).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{given[1:]} cannot be read: {error}") from error
+
+
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     for flag in _SAMPLING:
@@ -241,6 +285,11 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     for flag, what in (("--stop", "TEXT"), ("--stop-regex", "REGEX")):
         group.add_argument(flag, action="append", metavar=what, help="end there; may be repeated")
     group.add_argument("--ignore-eos", action="store_true", help="go on after the end token")
+    group = parser.add_argument_group("syntax of the answer, one of")
+    for flag, about in _SYNTAX.items():
+        group.add_argument(flag, metavar="TEXT", help=f"{about}; @FILE reads it from there")
+    group.add_argument("--choices", action="append", metavar="TEXT", help="one of these; repeat it")
+    group.add_argument("--json-object", action="store_true", help="any JSON object")
 
 
 def _sampling(parsed: argparse.Namespace, max_new_tokens: int | None) -> SamplingParams:
@@ -248,8 +297,10 @@ def _sampling(parsed: argparse.Namespace, max_new_tokens: int | None) -> Samplin
     flags = vars(parsed)
     given = {flag.name: flags[flag.name] for flag in _SAMPLING if flags[flag.name] is not None}
     defaults = {"max_new_tokens": max_new_tokens, "temperature": 0.0}
+    syntax = {name: _text(flags[name]) for name in NAMES if flags[name]}
     return SamplingParams(
         **defaults | given,
+        **syntax_fields(syntax),
         stop=tuple(parsed.stop or ()),
         stop_regex=tuple(parsed.stop_regex or ()),
         ignore_eos=parsed.ignore_eos,

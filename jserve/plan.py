@@ -84,6 +84,7 @@ class StepPlan:
     new_pages: np.ndarray  # int32[T]
     full_sampler: bool  # some sampling row needs more than argmax
     logprobs: bool  # some sampling row wants log-probabilities
+    constrained: bool = False  # some row's answer follows a grammar
     group_new_pages: tuple[np.ndarray, ...] = ()  # int32[T] each
     edits: tuple[SlotEdit, ...] = ()
     score: Score | None = None

@@ -69,6 +69,9 @@ class ByteTokenizer:
     def pieces(self, ids: list[int], skip_special_tokens: bool) -> list[bytes]:
         return [bytes([i]) for i in ids]
 
+    def decode(self, ids: list[int]) -> str:
+        return bytes(ids).decode()
+
     def id_to_text(self, token_id: int) -> str:
         return chr(token_id)
 

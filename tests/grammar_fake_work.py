@@ -21,6 +21,9 @@ class ScriptedBackend:
     def __init__(self) -> None:
         self._kept: list[bytearray] = []
 
+    def prepare(self, kind: str) -> None:
+        pass
+
     def compile(self, spec: GrammarSpec) -> bytes:
         command, _, rest = spec.text.partition(" ")
         if command == "sleep":

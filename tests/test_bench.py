@@ -8,8 +8,9 @@ import json
 import httpx
 import numpy as np
 import pytest
-from fake_engine import ByteTokenizer, continuation
+from fake_engine import continuation
 from fake_server_engine import Api, chosen
+from grammar_engine import EndingTokenizer
 
 from jserve.__main__ import main
 from jserve.bench import commands
@@ -148,7 +149,7 @@ def ask(protocol, prompt_ids, count, **options):
     async def run():
         transport = httpx.ASGITransport(Api().app)
         async with httpx.AsyncClient(transport=transport, base_url="http://api") as client:
-            target = HttpTarget(client, protocol, model="fake/model", **options)
+            target = HttpTarget([client], protocol, model="fake/model", **options)
             return await target.ask(prompt_ids, count)
 
     return asyncio.run(run())
@@ -161,6 +162,27 @@ def test_both_protocols_count_every_token(protocol) -> None:
     assert got.latency >= got.ttft > 0
     if protocol == "native":
         assert got.output_ids == [chosen([65, 66, 67], i) for i in range(9)]
+
+
+def test_the_clients_of_a_server_take_turns() -> None:
+    asked = [0, 0, 0]
+
+    def transport(index: int) -> httpx.MockTransport:
+        def answer(request: httpx.Request) -> httpx.Response:
+            asked[index] += 1
+            return httpx.Response(503, text="no")
+
+        return httpx.MockTransport(answer)
+
+    async def run() -> None:
+        clients = [
+            httpx.AsyncClient(transport=transport(i), base_url="http://api") for i in range(3)
+        ]
+        target = HttpTarget(clients, "native")
+        await asyncio.gather(*(target.ask([1], 1) for _ in range(7)))
+
+    asyncio.run(run())
+    assert sorted(asked) == [2, 2, 3]
 
 
 @pytest.mark.parametrize("protocol", ["native", "openai"])
@@ -182,8 +204,8 @@ def scripted(monkeypatch):
 
     def start(config, batch=None):
         started.append(config)
-        builder = "fake_engine:build"
-        tokenizer = ByteTokenizer()
+        builder = "grammar_engine:build"
+        tokenizer = EndingTokenizer()
         return Engine(config=config, inline=True, builder=builder, tokenizer=tokenizer)  # type: ignore[arg-type]
 
     monkeypatch.setattr(commands, "_engine", start)
@@ -230,9 +252,9 @@ def test_compare_changes_one_mechanism_and_finds_equal_answers(scripted, capsys)
         )
         == 0
     )
-    plain, radix = json.loads(capsys.readouterr().out)["arms"]
-    assert [plain["name"], radix["name"]] == ["plain", "radix"]
-    assert plain["equal_answers"] == radix["equal_answers"] == 6
+    plain, radix, grammar = json.loads(capsys.readouterr().out)["arms"]
+    assert [arm["name"] for arm in (plain, radix, grammar)] == ["plain", "radix", "grammar"]
+    assert plain["equal_answers"] == radix["equal_answers"] == grammar["equal_answers"] == 6
     assert scripted[0].cache.disable_radix_cache and not scripted[1].cache.disable_radix_cache
 
 

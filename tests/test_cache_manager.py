@@ -6,15 +6,14 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
+from random_runs import run_rounds
 
 from jserve.cache.integrity import nodes
 from jserve.cache.manager import CacheManager, Lease
@@ -187,19 +186,12 @@ class ManagerMachine(RuleBasedStateMachine):
         assert self.manager.tree.protected_pages == len(self.locked())
 
 
-def run_machine(page_size: int, examples: int, steps: int) -> type[ManagerMachine]:
+def run_machine(
+    page_size: int, examples: int, steps: int, first_seed: int = 0
+) -> type[ManagerMachine]:
     machine = type(f"Manager{page_size}", (ManagerMachine,), {"page_size": page_size})
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            deadline=None,
-            derandomize=True,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    met = lambda: machine.evictions > 0 and machine.duplicates > 0  # noqa: E731
+    run_rounds(machine, examples, steps, met, 4, first_seed)
     return machine
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -10,7 +11,8 @@ import pytest
 
 import jserve
 from jserve.__main__ import chat_loop, main, print_stream
-from jserve.errors import JserveError
+from jserve.errors import ConfigError, JserveError
+from jserve.server.listener import listen
 from jserve.types import FinishReason, GenerateRequest, Output, SamplingParams
 
 SAMPLING = SamplingParams(temperature=0.0)
@@ -110,9 +112,69 @@ def test_the_module_runs_and_tells_its_version() -> None:
 def test_a_server_whose_model_is_not_there_ends_with_code_2_and_one_line() -> None:
     done = run_module("serve", "no/such/model.gguf", "--port", "0")
     assert done.returncode == 2, done.stderr
-    *log, error = done.stderr.splitlines()
+    (error,) = done.stderr.splitlines()
     assert error.startswith("jserve: error: ") and "no/such/model.gguf" in error
-    assert len(log) <= 1 and all("listening at" in line for line in log)
+
+
+@pytest.fixture
+def serve(monkeypatch, capsys):
+    """Runs `jserve serve` with these flags, for which no engine may be started; → its one line."""
+
+    def run(*flags: str) -> str:
+        assert main(["serve", *flags]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == "" and captured.err.count("\n") == 1
+        assert captured.err.startswith("jserve: error: ") and "listening" not in captured.err
+        return captured.err
+
+    monkeypatch.setattr("jserve.server.app._load", lambda config: pytest.fail("it was loaded"))
+    return run
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--metrics-prefix", "bad prefix"], "--metrics-prefix must be letters, digits, _ and :"),
+        (["--metrics-prefix", "9lives"], "--metrics-prefix"),
+        (["--api-key", ""], "--api-key must be a text without blanks around it, got ''"),
+        (["--host", ""], "--host"),
+        (["--host", "no.such.host.invalid"], "--host no.such.host.invalid"),
+        (["--host", "203.0.113.7"], "--host 203.0.113.7 is no address of this machine"),
+        (["--kv-events-config", "{"], "--kv-events-config is not JSON"),
+        (["--kv-events-config", '{"hvm": 1}'], "did you mean hwm?"),
+        (["--radix-eviction-policy-config", "{}"], "--radix-eviction-policy slru"),
+        (["--chunked-prefill-size", "0"], "--chunked-prefill-size must be -1"),
+        (["--retraction-policy", "priority"], "needs --enable-priority-scheduling"),
+        (["--disable-radix-cache", "--schedule-policy", "lpm"], "--disable-radix-cache"),
+        (["--max-total-tokens", "3"], "--page-size"),
+        (["--model-path", "/no/such/model"], "--model-path /no/such/model: no such file or folder"),
+        (["--model-path", __file__], "not a checkpoint"),
+        (["--load-format", "safetensors"], "--load-format safetensors does not fit"),
+    ],
+)  # fmt: skip
+def test_what_can_be_known_to_be_wrong_is_said_before_the_server_listens(
+    serve, flags, named
+) -> None:
+    assert named in serve("--model-path", "smollm2-135m", "--port", "0", *flags)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "0.0.0.0", "localhost"])
+def test_a_taken_port_is_named_with_what_to_do_before_the_model_is_loaded(serve, host) -> None:
+    with listen("::1" if host == "::1" else "127.0.0.1", 0) as taken:
+        port = str(taken.getsockname()[1])
+        error = serve("--model-path", "smollm2-135m", "--host", host, "--port", port)
+    assert f"--port {port} is in use at --host {host}" in error and "another --port" in error
+
+
+def test_a_port_is_held_from_the_start_and_free_when_its_server_has_ended() -> None:
+    with listen("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"--port {port} is in use"):
+            listen("127.0.0.1", port)
+        client = socket.create_connection(("127.0.0.1", port), timeout=5)  # nobody accepts yet
+        first.accept()[0].close()  # from this side: the address stays in TIME_WAIT
+        client.close()
+    listen("127.0.0.1", port).close()
 
 
 def test_the_bare_command_prints_its_help_and_is_an_error(capsys) -> None:

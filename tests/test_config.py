@@ -85,7 +85,7 @@ def test_every_flag_parses_back_to_the_value_it_was_given() -> None:
         options = {option.name: option for _, option in all_options()}
         choices, low = (options[name].metadata[key] for key in ("choices", "low"))
         is_text = "str" in str(options[name].type)
-        text = choices[-1] if choices else "some text" if is_text else str(max(low or 0, 0) or 1)
+        text = choices[-1] if choices else "some_text" if is_text else str(max(low or 0, 0) or 1)
         flat = parse("--model-path", "m", "--" + name.replace("_", "-"), text).flat()
         assert str(flat[name]).removesuffix(".0") == text.removesuffix(".0"), name
 
@@ -150,6 +150,10 @@ def test_an_unknown_option_names_the_nearest() -> None:
         ({"mem_fraction_static": float("nan")}, "--mem-fraction-static must be in"),
         ({"chunked_prefill_size": -2}, "--chunked-prefill-size must be >= -1, got -2"),
         ({"schedule_policy": "lifo"}, "--schedule-policy must be one of"),
+        ({"metrics_prefix": "bad prefix"}, "--metrics-prefix must be letters, .* got 'bad prefix'"),
+        ({"metrics_prefix": ""}, "--metrics-prefix must be"),
+        ({"metrics_prefix": "a\n"}, "--metrics-prefix must be"),
+        ({"api_key": " key"}, "--api-key must be"),
     ],
 )
 def test_a_bad_value_is_refused_by_name(flags: dict, message: str) -> None:

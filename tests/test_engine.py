@@ -280,13 +280,20 @@ BAD = [
     ({"prompt": "a", "sampling_params": {"stop": [3]}}, "stop"),
     ({"prompt": "a", "sampling_params": {"logit_bias": {"x": 1}}}, "logit_bias"),
     ({"prompt": "a", "sampling_params": {"top_q": 0.5}}, "top_q"),
-    ({"prompt": "a", "sampling_params": {"regex": "a+"}}, "regex"),
+    ({"prompt": "a", "sampling_params": {"regex": "a+", "ebnf": "x"}}, "ebnf"),
     ({"prompt": ["a", "b"], "sampling_params": [{}]}, "sampling_params"),
     ({"prompt": ["a", "b"], "return_logprob": [True]}, "return_logprob"),
     ({"prompt": "a", "return_logprob": True, "logprob_start_len": 2}, "logprob_start_len"),
     ({"prompt": "a", "return_logprob": True, "top_logprobs_num": 21}, "top_logprobs_num"),
     ({"prompt": "a", "return_logprob": True, "token_ids_logprob": [999]}, "token_ids_logprob"),
     ({"prompt": "a", "rid": 5}, "rid"),
+    ({"prompt": "\udcff"}, "text"),
+    ({"prompt": "a", "rid": "\ud800"}, "rid"),
+    ({"prompt": "a", "extra_key": "\ud800"}, "extra_key"),
+    ({"prompt": ["a", "b"], "cache_salt": ["", "\ud800"]}, "cache_salt"),
+    ({"prompt": "a", "sampling_params": {"stop": ["b", "\ud800"]}}, "stop"),
+    ({"prompt": "a", "sampling_params": {"stop_regex": "\ud800"}}, "stop_regex"),
+    ({"prompt": "a", "sampling_params": {"regex": "a\ud800"}}, "regex"),
 ]
 
 

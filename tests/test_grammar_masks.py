@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import hypothesis.strategies as st
 import numpy as np
@@ -15,8 +14,12 @@ from grammar_backends import pure_backend
 from hypothesis import HealthCheck, example, given, settings
 
 from jserve.grammar.backend import Backend, Matcher, Vocabulary
-from jserve.grammar.masks import Constraint, Masks
-from jserve.types import GrammarSpec
+from jserve.grammar.constraint import Constraint
+from jserve.grammar.masks import Masks
+from jserve.grammar.templates import Templates
+from jserve.plan import StepPlan
+from jserve.scheduler.settings import SchedulerSettings
+from jserve.types import CompiledSpec, FinishReason, GrammarSpec, SamplingParams, Submit, Thinking
 
 TOKENS = (b"a", b"b", b"c", b"ab", b"bc", b"aab", b"ba", b"", b"cc", b"abc", b"\xc3", b"\xa9")
 VOCABULARY = Vocabulary(TOKENS, 40, (12, 13))  # wider than the tokens, two ends
@@ -149,11 +152,10 @@ def test_a_limit_of_the_library_leaves_nothing_allowed_and_nothing_finished() ->
 @pytest.mark.parametrize("name", ["llguidance", "xgrammar"])
 def test_what_must_come_next_is_told(name: str) -> None:
     matcher = start(name, "abc(?:a|b)")
-    text = b"".join(TOKENS[token] for token in matcher.forced())
-    assert b"abc".startswith(text)
-    for token in matcher.forced():
+    assert matcher.forced() == b"abc"
+    for token in (0, 1, 2):
         assert matcher.accept(token)
-    assert re.fullmatch(b"a?b?c?", text)
+    assert matcher.forced() == b""
 
 
 # ---- the rows of a step
@@ -187,14 +189,40 @@ class ScriptedMatcher:
     def rollback(self, num_tokens: int) -> None:
         del self.taken[len(self.taken) - num_tokens :]
 
-    def forced(self) -> list[int]:
-        return []
+    def forced(self) -> bytes:
+        return b""
+
+
+@dataclasses.dataclass
+class Loading:
+    """What Templates gives: done, and a fork of it is the script."""
+
+    script: list[int]
+
+    def load(self, _: object) -> Loading:
+        return self
+
+    def result(self) -> Loading:
+        return self
+
+    def fork(self) -> ScriptedMatcher:
+        return ScriptedMatcher(self.script)
+
+
+@dataclasses.dataclass
+class Answer:
+    """A request, as Masks sees it."""
+
+    submit: Submit
+    script: list[int]
+    output_ids: list[int]
+    constraint: Constraint | None = None
 
 
 @dataclasses.dataclass
 class Row:
-    constraint: Constraint | None = None
-    output_ids: Sequence[int] = ()
+    request: Answer
+    alive: bool = True
 
 
 @dataclasses.dataclass
@@ -203,65 +231,223 @@ class Plan:
     samples: np.ndarray
 
 
-def ask(rows: list[Row], samples: list[bool] | None = None) -> tuple[Any, list[tuple[Row, str]]]:
-    rejected: list[tuple[Any, str]] = []
-    masks = Masks(2, lambda row, reason: rejected.append((row, reason)))
-    plan: Any = Plan(rows, np.array(samples or [True] * len(rows)))
-    return masks(plan), rejected
+SETTINGS = SchedulerSettings(
+    num_slots=4,
+    context_length=64,
+    page_size=4,
+    chunked_prefill_size=64,
+    max_prefill_tokens=64,
+    vocab_size=64,
+    eos_token_ids=(63,),
+)
 
 
-def constrained(script: list[int], output: Sequence[int] = ()) -> Row:
-    return Row(Constraint(ScriptedMatcher(script)), output)
+@dataclasses.dataclass
+class Scheduling:
+    finish: Callable[[Any, FinishReason], None]
+    count: Callable[[str, int], None]
+    settings: SchedulerSettings = SETTINGS
+
+
+END = 63  # the model's EOS, in rows of 64
+Ended = list[tuple[Answer, FinishReason]]
+
+
+def ask(rows: list[Row], samples: list[bool] | None = None) -> tuple[Any, Ended, dict[str, int]]:
+    """The masks, who was ended, and what was counted."""
+    ended: Ended = []
+    counts: dict[str, int] = {}
+    scheduler = Scheduling(
+        lambda request, finish: ended.append((request, finish)),
+        lambda name, n: counts.update({name: counts.get(name, 0) + n}),
+    )
+    masks = Masks(cast(Templates, None), scheduler)
+    result = None
+    for row in rows:  # each has a grammar of its own
+        if row.request.constraint is None and row.request.submit.grammar is not None:
+            matcher = ScriptedMatcher(row.request.script)
+            row.request.constraint = Constraint(matcher, (END,), row.request.submit.thinking)
+    result = masks(cast(StepPlan, Plan(rows, np.array(samples or [True] * len(rows)))))
+    return result, ended, counts
+
+
+def free() -> Row:
+    return Row(Answer(Submit(rid="free", prompt_ids=[1], sampling=SamplingParams()), [], []))
+
+
+def bound(
+    script: list[int],
+    output: Sequence[int] = (),
+    thinking: Thinking | None = None,
+    **sampling: Any,
+) -> Row:
+    grammar = CompiledSpec(spec=GrammarSpec(kind="regex", text=repr(script)), payload=b"")
+    submit = Submit(
+        rid=repr(script),
+        prompt_ids=[1],
+        sampling=SamplingParams(**sampling),
+        grammar=grammar,
+        thinking=thinking,
+    )
+    return Row(Answer(submit, script, list(output)))
 
 
 def bits(mask: np.ndarray) -> list[int]:
     return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
 
 
-def test_rows_without_a_grammar_cost_nothing() -> None:
-    assert ask([Row(), Row()]) == (None, [])
+def test_rows_without_a_grammar_have_no_masks() -> None:
+    assert ask([free(), free()]) == (None, [], {})
 
 
 def test_free_rows_allow_everything_beside_rows_with_a_grammar() -> None:
-    masks, rejected = ask([Row(), constrained([5, 40]), constrained([5, 40], [5]), Row()])
+    masks, ended, counts = ask([free(), bound([5, 40]), bound([5, 40], [5]), free()])
     assert masks.shape == (4, 2) and masks.dtype == np.int32
     assert (masks[[0, 3]] == -1).all()
     assert bits(masks[1]) == [5] and bits(masks[2]) == [40]
-    assert not rejected
+    assert not ended and counts == {"grammar_rows_masked_total": 2}
 
 
 def test_only_rows_that_sample_have_a_mask_and_the_others_are_left_alone() -> None:
-    middle = constrained([1, 2])
-    masks, _ = ask([middle, constrained([7])], [False, True])
+    middle = bound([1, 2])
+    masks, _, _ = ask([middle, bound([7])], [False, True])
     assert masks.shape == (1, 2) and bits(masks[0]) == [7]
-    assert ask([middle, Row()], [False, True]) == (None, [])
+    assert ask([middle, free()], [False, True])[0] is None
 
 
-def test_a_row_catches_up_with_all_its_tokens_once() -> None:
-    row = constrained([3, 4, 5, 6], [3, 4])
-    ask([row])
-    row.output_ids = [3, 4, 5]
-    masks, _ = ask([row])
-    assert bits(masks[0]) == [6]
-    assert row.constraint is not None and row.constraint.num_accepted == 3
-    assert isinstance(row.constraint.matcher, ScriptedMatcher)
-    assert row.constraint.matcher.accepts == 3
+def test_a_row_whose_stay_has_ended_is_free() -> None:
+    over = bound([1, 2], [9])
+    over.alive = False
+    masks, ended, _ = ask([over, bound([7])])
+    assert (masks[0] == -1).all() and not ended
 
 
-def test_a_token_that_the_grammar_does_not_allow_rejects_its_row_alone() -> None:
-    bad, good = constrained([3, 4], [3, 9]), constrained([3, 4], [3])
-    masks, rejected = ask([bad, good])
-    assert rejected == [(bad, "the grammar does not allow token 9")]
-    assert (masks[0] == -1).all() and bits(masks[1]) == [4]
+def test_a_grammar_is_begun_with_the_first_mask_and_catches_up_with_each_token_once() -> None:
+    row, loading = bound([3, 4, 5, 6], [3, 4]), Loading([3, 4, 5, 6])
+    scheduler = Scheduling(lambda *_: None, lambda *_: None)
+    masks = Masks(cast(Templates, loading), scheduler)
+    plan = cast(StepPlan, Plan([row], np.array([True])))
+    masks(plan)
+    row.request.output_ids = [3, 4, 5]
+    given = masks(plan)
+    assert given is not None and bits(given[0]) == [6]
+    constraint = row.request.constraint
+    assert constraint is not None and constraint.num_seen == 3
+    assert isinstance(constraint.matcher, ScriptedMatcher) and constraint.matcher.accepts == 3
 
 
-def test_a_row_that_no_token_can_continue_is_rejected_and_still_sampled() -> None:
-    row = constrained([3, -1], [3])
-    masks, rejected = ask([row])
-    assert rejected == [(row, "no token satisfies the grammar here")]
-    assert (masks[0] == -1).all()
+def test_a_token_that_the_grammar_does_not_allow_ends_its_request_alone() -> None:
+    bad, good = bound([3, 4], [3, 9]), bound([3, 4], [3])
+    masks, ended, counts = ask([bad, good])
+    ((request, finish),) = ended
+    assert request is bad.request and finish.type == "abort" and finish.status_code is None
+    assert finish.message == "The answer is incomplete: the grammar does not allow token 9."
+    assert counts["grammar_failures_total/token"] == 1
+    assert bits(masks[1]) == [4]
 
 
-def test_a_finished_row_is_left_to_whoever_ends_it() -> None:
-    masks, rejected = ask([constrained([3], [3])])
-    assert (masks[0] == -1).all() and not rejected
+def test_a_row_that_no_token_can_continue_ends_as_incomplete() -> None:
+    row = bound([3, -1], [3])
+    _, ((request, finish),), counts = ask([row])
+    assert request is row.request
+    assert finish.message == "The answer is incomplete: no token satisfies the grammar here."
+    assert counts["grammar_failures_total/nothing"] == 1
+
+
+def test_a_grammar_that_is_at_its_end_allows_the_end_token_alone() -> None:
+    masks, ended, _ = ask([bound([3], [3])])
+    assert bits(masks[0]) == [END] and not ended
+
+
+def test_an_answer_that_ignores_the_end_token_stops_behind_it() -> None:
+    row = bound([3], [3, END], ignore_eos=True)
+    _, ((request, finish),), _ = ask([row])
+    assert request is row.request and (finish.type, finish.matched) == ("stop", END)
+
+
+def test_a_token_behind_the_end_token_is_rejected() -> None:
+    _, ((_, finish),), counts = ask([bound([3], [3, END, 4])])
+    assert finish.type == "abort" and counts["grammar_failures_total/token"] == 1
+
+
+def test_min_new_tokens_that_the_grammar_cannot_reach_ends_as_incomplete() -> None:
+    masks, ended, _ = ask([bound([3, 4], [3], min_new_tokens=5)])
+    assert bits(masks[0]) == [4] and not ended  # it can still go on
+    _, ((_, finish),), counts = ask([bound([3], [3], min_new_tokens=5)])
+    assert finish.message == (
+        "The answer is incomplete: the grammar allows no more than 1 tokens, of min_new_tokens 5."
+    )
+    assert counts["grammar_failures_total/length"] == 1
+    _, ((_, finish),), _ = ask([bound([3, 4], [3], min_new_tokens=5, stop_token_ids=(4,))])
+    assert finish.type == "abort"  # a stop token is no way on either
+
+
+# ---- thinking: a row is free until 7, or 7 8, was generated; 6 opens it
+
+
+def free_but_for_the_end(mask: np.ndarray) -> bool:
+    return bits(mask) == [i for i in range(64) if i != END]
+
+
+def test_tokens_up_to_the_end_of_the_thinking_are_free_but_for_the_end_token() -> None:
+    thought = Thinking(end=(7,))
+    rows = [bound([3, 4], output, thought) for output in ([], [8, 9], [8, 7], [8, 7, 3])]
+    masks, ended, counts = ask(rows)
+    assert free_but_for_the_end(masks[0]) and free_but_for_the_end(masks[1])
+    assert bits(masks[2]) == [3] and bits(masks[3]) == [4]
+    assert not ended and counts == {"grammar_rows_masked_total": 4}
+
+
+def test_thinking_ends_with_the_whole_run_of_its_last_tokens() -> None:
+    thought = Thinking(end=(7, 8))
+    outputs = ([7], [7, 9, 8], [8, 7, 7], [8, 7], [7, 7, 8])
+    masks, ended, _ = ask([bound([3, 4], output, thought) for output in outputs])
+    assert all(free_but_for_the_end(mask) for mask in masks[:4]) and bits(masks[4]) == [3]
+    assert not ended
+
+
+def test_where_thinking_must_be_opened_the_first_token_decides() -> None:
+    thought = Thinking(end=(7,), begin=6)
+    outputs = ([], [3], [6], [6, 9], [6, 7], [6, 9, 7, 3])
+    masks, ended, _ = ask([bound([3, 4], output, thought) for output in outputs])
+    assert bits(masks[0]) == [3, 6]
+    assert bits(masks[1]) == [4]  # it answers at once
+    assert free_but_for_the_end(masks[2]) and free_but_for_the_end(masks[3])
+    assert bits(masks[4]) == [3] and bits(masks[5]) == [4]
+    assert not ended
+
+
+def test_thinking_cannot_be_opened_later() -> None:
+    _, ((_, finish),), _ = ask([bound([3, 4], [3, 6], Thinking(end=(7,), begin=6))])
+    assert finish.message == "The answer is incomplete: the grammar does not allow token 6."
+
+
+def test_an_answer_that_ended_in_its_thinking_is_incomplete() -> None:
+    _, ((_, finish),), counts = ask([bound([3, 4], [9, END], Thinking(end=(7,)))])
+    assert finish.type == "abort" and counts["grammar_failures_total/token"] == 1
+
+
+def test_least_lengths_count_thoughts_and_hold_behind_them() -> None:
+    thought = Thinking(end=(7,), begin=6)
+    masks, ended, _ = ask(
+        [
+            bound([3], [6, 9, 7, 3], thought, min_new_tokens=4),
+            bound([3], [], thought, min_new_tokens=5),
+        ]
+    )
+    assert bits(masks[0]) == [END] and bits(masks[1]) == [3, 6] and not ended
+    _, ((_, finish),), counts = ask([bound([3], [3], thought, min_new_tokens=5)])
+    assert finish.type == "abort" and counts["grammar_failures_total/length"] == 1
+
+
+def test_nothing_is_appended_while_it_is_open_whether_an_answer_thinks() -> None:
+    jumped: list[Sequence[int]] = []
+    scheduler = Scheduling(lambda *_: None, lambda *_: None)
+    script = Loading([3, 4])
+    masks = Masks(
+        cast(Templates, script), scheduler, lambda request, _: jumped.append(request.output_ids)
+    )
+    thought = Thinking(end=(7,), begin=6)
+    rows = [bound([3, 4], output, thought) for output in ([], [6], [6, 9], [6, 7], [3])]
+    masks(cast(StepPlan, Plan(rows, np.ones(len(rows), bool))))
+    assert jumped == [[6, 7], [3]]

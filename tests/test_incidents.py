@@ -15,7 +15,7 @@ from fake_engine import continuation, make_scheduler
 from test_loop import Rig
 
 from jserve.scheduler.scheduler import Scheduler
-from jserve.types import Control, Gauges
+from jserve.types import Control, ControlReply, Gauges
 
 Change = Callable[[Callable[..., Any], Scheduler], Callable[..., Any]]
 
@@ -245,6 +245,41 @@ def test_every_failure_counts_in_the_metrics_and_none_uses_up_the_devices_reset(
     engine.runner.fail = {("launch", calls + 3)}
     engine.serve(random.Random(9))
     assert engine.resets == 1
+
+
+@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("mode", [None, "retract", "in_place"])
+def test_a_flush_that_is_the_first_to_meet_a_fault_costs_neither_the_reset_nor_a_request(
+    name, mode, caplog
+):
+    """In a pause requests wait for its end; their KV is in the way of a flush, but not of what
+    starts over."""
+    engine = Engine()
+    plant = Plant(engine.scheduler, FAULTS[name], nth=1)
+    engine.submit("a", [1] * 22, 6)
+    engine.run_until_finished("a")
+    if mode is not None:
+        engine.submit("b", [2] * 9, 8)
+        engine.tick(3)
+        engine.api.send(Control(id="pause", op="pause_generation", args={"mode": mode}))
+    engine.api.send(Control(id="flush", op="flush_cache"))
+    engine.tick()
+    assert plant.fired and engine.failures == 1 and engine.resets == 0
+    replies = {one.id: one.ok for one in engine.other if isinstance(one, ControlReply)}
+    assert replies["flush"] is True
+    messages = logged(caplog, logging.CRITICAL)
+    assert len(messages) == 1 and FAULTS[name].named in messages[0], messages
+    engine.scheduler.check_integrity()
+    assert engine.scheduler.stats()["kv_evictable_tokens"] == 0
+    if mode is not None:
+        engine.scheduler.resume()
+        engine.run_until_finished("b")
+        assert engine.tokens("b") == continuation([2] * 9, 8)
+    engine.tick(3)
+    calls = sum(event == "launch" for event, _ in engine.runner.events)
+    engine.runner.fail = {("launch", calls + 3)}
+    engine.serve(random.Random(1))
+    assert engine.resets == 1, "the device's reset was left"
 
 
 def test_a_request_that_is_over_does_not_run_again_when_its_pages_are_in_disorder():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from typing import Any
@@ -17,11 +18,13 @@ from jserve.engine.local import local_ends
 from jserve.engine.loop import Loop
 from jserve.types import (
     Abort,
+    CompiledSpec,
     Control,
     ControlReply,
     Delta,
     Deltas,
     Gauges,
+    GrammarSpec,
     SamplingParams,
     Submit,
 )
@@ -47,9 +50,11 @@ class Rig:
         self.deltas: dict[str, list[Delta]] = {}
         self.other: list[Any] = []
 
-    def submit(self, rid: str, prompt: list[int], count: int, stream: bool = True) -> None:
+    def submit(
+        self, rid: str, prompt: list[int], count: int, stream: bool = True, **more: Any
+    ) -> None:
         sampling = SamplingParams(max_new_tokens=count, temperature=0.0)
-        self.api.send(Submit(rid=rid, prompt_ids=prompt, sampling=sampling, stream=stream))
+        self.api.send(Submit(rid=rid, prompt_ids=prompt, sampling=sampling, stream=stream, **more))
 
     def tick(self, count: int = 1) -> None:
         for _ in range(count):
@@ -149,7 +154,8 @@ def test_masks_are_asked_for_after_commit_and_handed_to_the_head() -> None:
         return np.full((1, 8), -1, np.int32)
 
     rig = Rig(masks=masks)
-    rig.submit("a", [1], 8)
+    grammar = CompiledSpec(spec=GrammarSpec(kind="regex", text="a"), payload=b"")
+    rig.submit("a", [1], 8, grammar=grammar)
     commit = rig.scheduler.commit
     finish = rig.runner.finish
     rig.scheduler.commit = lambda *a: order.append("commit") or commit(*a)  # type: ignore
@@ -336,6 +342,35 @@ def test_log_lines_have_the_fields_that_tools_parse(caplog: pytest.LogCaptureFix
     decode = [one for one in caplog.messages if one.startswith("Decode batch")]
     assert len(decode) == 9
     assert "#running-req: 1, #token: " in decode[0] and "gen throughput (token/s): " in decode[0]
+
+
+def throughputs(caplog: pytest.LogCaptureFixture, kind: str) -> list[float]:
+    lines = [one for one in caplog.messages if one.startswith(kind)]
+    return [float(re.findall(r"throughput \(token/s\): ([\d.]+)", line)[0]) for line in lines]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_throughput_is_that_of_the_steps_however_long_the_engine_rested(
+    caplog: pytest.LogCaptureFixture, depth: int
+) -> None:
+    """A launch takes 20 ms, and nothing else any time: tokens / 20 ms, or 40 for the first step
+    under overlap, which is read when the next is launched."""
+    caplog.set_level(logging.INFO, "jserve.engine")
+    rig = Rig(depth, decode_log_interval=10)
+    rig.runner._step_seconds = 0.02
+    for prompt in ([1] * 100, [2] * 100):  # chunks of 64 and 36
+        rig.tick(2)
+        time.sleep(0.5)  # no work
+        rig.submit("a", prompt, 12)
+        rig.run_until_finished("a")
+        rig.deltas.clear()
+    first = 64 / 0.02 / (1 + depth)
+    prefill = throughputs(caplog, "Prefill batch")
+    shares = [got / want for got, want in zip(prefill, (first, 36 / 0.02) * 2, strict=True)]
+    assert all(0.4 < share < 1.1 for share in shares), prefill  # a busy machine sleeps longer
+    decode = throughputs(caplog, "Decode batch")
+    assert len(decode) == 2  # of 22 steps; the prompts' come on top
+    assert all(0.3 < rate * 0.02 < 1.1 for rate in decode), decode
 
 
 def test_messages_cross_processes_in_order_and_wake_the_one_who_waits() -> None:

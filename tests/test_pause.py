@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_engine import ByteTokenizer, continuation
+from fake_engine import ByteTokenizer, continuation, make_scheduler
 from fake_server_engine import Api
 from test_loop import Rig
 
@@ -64,6 +64,27 @@ def test_the_loop_takes_in_what_is_in_flight_before_it_pauses(mode: str, depth: 
     assert rig.tokens("a") == continuation([1] * 20, 30)
     replies = {m.id: m.ok for m in rig.other if isinstance(m, ControlReply)}
     assert replies == {"p": True, "f": mode == "retract", "c": True}
+
+
+@pytest.mark.parametrize("how", ["retract", "reset"])
+def test_who_filled_the_whole_pool_ends_when_it_is_taken_off_and_the_others_go_on(how: str) -> None:
+    """Its last token, which needs no KV while it stays, would need a page when it comes back."""
+    rig = Rig(0, scheduler=make_scheduler(0, num_pages=9))  # of 4 tokens; one is no page
+    rig.submit("a", [1] * 20, 30)
+    rig.tick()
+    while 20 + len(rig.tokens("a")) <= 32:
+        rig.tick()
+    rig.submit("b", [2] * 4, 5)
+    if how == "retract":
+        rig.api.send(Control(id="p", op="pause_generation", args={"mode": "retract"}))
+        rig.api.send(Control(id="c", op="continue_generation"))
+    else:
+        rig.runner.fail = {("launch", len(rig.tokens("a")) + 1)}
+    rig.run_until_finished("a", "b")
+    assert rig.finish("a").message == "The KV cache is out of memory for the last request."
+    assert rig.tokens("a") == continuation([1] * 20, 30)[: len(rig.tokens("a"))]
+    assert rig.tokens("b") == continuation([2] * 4, 5)
+    assert (("reset", -1) in rig.runner.events) == (how == "reset")
 
 
 def test_a_paused_loop_rests_until_a_message_comes_and_tells_its_gauges(

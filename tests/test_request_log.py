@@ -73,6 +73,15 @@ def lines(caplog: pytest.LogCaptureFixture):
     return take
 
 
+def test_a_request_that_asks_for_it_and_a_health_check_have_no_line(lines) -> None:
+    with Server(log_requests=True) as server:
+        server.generate(no_logs=True)
+        assert server.call("GET", "/health_generate").status_code == 200
+        assert lines() == []
+        server.generate(no_logs=False)
+        assert [name for name, _ in lines()] == ["Receive", "Finish"]
+
+
 def test_without_the_flag_nothing_is_logged(lines) -> None:
     with Server() as server:
         server.generate()

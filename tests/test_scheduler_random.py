@@ -8,9 +8,9 @@ from collections import Counter
 from typing import ClassVar
 
 import pytest
-from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from random_runs import run_rounds
 from scripted_runner import VOCAB, Simulation, solo, submit
 
 from jserve.types import Abort, LogprobParams, Submit
@@ -117,23 +117,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.events["chunks"] += sum(n >= 2 for n in self.sim.runner.chunks.values())
 
 
-def run_machine(examples: int, steps: int, **options: object) -> Events:
-    """In five runs of different seeds: what one run meets depends on the modules that happen to be
-    imported, because hypothesis draws from their constants.
-    """
+def run_machine(examples: int, steps: int, *met: str, **options: object) -> Events:
+    """At least so many; more until all of `met` has happened."""
     events = Events()
-    for number in range(5):
-        fields = {"events": events, "options": options}
-        run_state_machine_as_test(
-            seed(number)(type("Machine", (SchedulerMachine,), fields)),
-            settings=settings(
-                max_examples=examples // 5,
-                stateful_step_count=steps,
-                deadline=None,
-                database=None,
-                suppress_health_check=list(HealthCheck),
-            ),
-        )
+    machine = type("Machine", (SchedulerMachine,), {"events": events, "options": options})
+    run_rounds(machine, examples, steps, lambda: all(events[name] for name in met), rounds=5)
     return events
 
 
@@ -144,14 +132,18 @@ def run_machine(examples: int, steps: int, **options: object) -> Events:
 def test_any_order_of_events_gives_solo_answers_and_gives_every_page_back(
     page_size, depth, mixed, policy
 ):
-    events = run_machine(25, 30, page_size=page_size, depth=depth, mixed=mixed, policy=policy)
-    assert events["abort"] and events["chunks"] and events["cached_tokens_total"]
+    met = ("abort", "chunks", "cached_tokens_total")
+    events = run_machine(25, 30, *met, page_size=page_size, depth=depth, mixed=mixed, policy=policy)
+    assert all(events[name] for name in met), events
 
 
 def test_retraction_eviction_and_a_failed_launch_happen_among_random_events():
-    events = run_machine(60, 40, page_size=3, depth=1, mixed=True, policy="fcfs")
-    assert events["num_retracted_requests_total"] and events["evicted_tokens_total"]
-    assert events["reset"] and events["abort"] and events["chunks"]
+    met = (
+        *("num_retracted_requests_total", "evicted_tokens_total"),
+        *("reset", "abort", "chunks"),
+    )
+    events = run_machine(60, 40, *met, page_size=3, depth=1, mixed=True, policy="fcfs")
+    assert all(events[name] for name in met), events
 
 
 @pytest.mark.full

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Literal
 
+import msgspec
 import pytest
 from fake_server_engine import CONTEXT, Api
 
+from jserve.errors import RequestError
 from jserve.server import exchange
 from jserve.server.app import create_app
+from jserve.server.protocol import Body, decode
 
 CHAT, TEXT, GEN = "/v1/chat/completions", "/v1/completions", "/generate"
 HELLO = [{"role": "user", "content": "hi"}]
@@ -96,11 +100,19 @@ BAD = [
     (CHAT, {"parallel_tool_calls": "no"}, "parallel_tool_calls"),
     (CHAT, {"tools": [{"type": "function"}]}, "tools"),
     (CHAT, {"tool_choice": "auto"}, "tool_choice"),
-    (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
-    (CHAT, {"regex": "a+"}, "regex"),
-    (CHAT, {"ebnf": "root ::= x"}, "ebnf"),
-    (CHAT, {"json_schema": "{}"}, "json_schema"),
-    (CHAT, {"structural_tag": "{}"}, "structural_tag"),
+    (CHAT, {"response_format": {"type": "yaml"}}, "response_format.type"),
+    (CHAT, {"response_format": {"schema": {}}}, "response_format.type"),
+    (CHAT, {"response_format": "json_object"}, "response_format"),
+    (
+        CHAT,
+        {"response_format": {"type": "json_schema", "schema": {}}},
+        "response_format.json_schema.schema",
+    ),
+    (CHAT, {"response_format": {"type": "json_object"}, "regex": "a"}, "response_format"),
+    (CHAT, {"regex": "a+", "ebnf": "root ::= x"}, "ebnf"),
+    (CHAT, {"regex": 3}, "regex"),
+    (CHAT, {"choices": ["a", ""]}, "choices"),
+    (CHAT, {"json_object": "yes"}, "json_object"),
     (CHAT, {"stop_regex": ["a+", "b("]}, "stop_regex"),
     (CHAT, {"reasoning_effort": "high"}, "reasoning_effort"),
     (CHAT, {"lora_path": "x"}, "lora_path"),
@@ -136,7 +148,11 @@ BAD = [
     (GEN, {"sampling_params": {"top_p": "1"}}, "top_p"),
     (GEN, {"sampling_params": {"max_new_tokens": -1}}, "max_new_tokens"),
     (GEN, {"sampling_params": {"max_new_tokens": True}}, "max_new_tokens"),
-    (GEN, {"sampling_params": {"regex": "a"}}, "regex"),
+    (GEN, {"sampling_params": {"regex": "a", "json_schema": {}}}, "regex"),
+    (GEN, {"sampling_params": {"regex": ["a"]}}, "regex"),
+    (GEN, {"sampling_params": {"json_schema": 3}}, "json_schema"),
+    (GEN, {"sampling_params": {"choices": "a", "json_object": True}}, "json_object"),
+    (GEN, {"sampling_params": {"json_object": 1}}, "json_object"),
     (GEN, {"sampling_params": {"max_tokens": 5}}, "max_tokens"),
     (GEN, {"sampling_params": [{}, {}]}, "sampling_params"),
     (GEN, {"text": ["a", "b"], "rid": ["x"]}, "rid"),
@@ -226,6 +242,50 @@ def test_native_sampling_parameters_are_refused_in_plain_words(given, message):
     assert message in error_of(GEN, sampling_params=given)["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "message"),
+    [
+        ("/pause_generation", {"mode": "x"}, "mode must be one of abort, in_place, retract, got"),
+        (CHAT, {"service_tier": "x"}, "service_tier must be one of auto, default, got 'x'."),
+        (
+            CHAT,
+            {"messages": [{"role": "king", "content": ""}]},
+            "messages[0].role must be one of assistant, developer, function, system, tool, user, "
+            "got 'king'.",
+        ),
+    ],
+)
+def test_a_choice_that_is_none_is_refused_with_those_there_are(path, fields, message):
+    answer = Api().post(path, **{**GOOD.get(path, {}), **fields})
+    assert answer.status_code == 400 and message in answer.text.replace("\\", ""), answer.text
+
+
+class Inner(Body):
+    kind: Literal["a", "b"] | None = None
+
+
+class Outer(Body):
+    one: Inner | None = None
+    many: list[Inner] = msgspec.field(default_factory=list)
+    named: dict[str, Inner] = msgspec.field(default_factory=dict)
+    plain: list[Literal["x", "y"]] = msgspec.field(default_factory=list)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"one": {"kind": "c"}}, "one.kind must be one of a, b, got 'c'."),
+        ({"many": [{"kind": "c"}]}, ".kind must be one of a, b, got 'c'."),
+        ({"named": {"k": {"kind": "c"}}}, ".kind must be one of a, b, got 'c'."),
+        ({"plain": ["x", "c"]}, "must be one of x, y, got 'c'."),
+    ],
+)
+def test_the_choices_of_a_field_are_found_wherever_it_lies(fields, message):
+    with pytest.raises(RequestError) as caught:
+        decode(json.dumps(fields).encode(), Outer)
+    assert str(caught.value).endswith(message), caught.value
+
+
 def test_other_fields_are_refused_in_plain_words():
     assert error_of(CHAT, stop=3) == "stop: Expected string or list, got integer."
     assert "Expected integer, got string" in error_of(CHAT, logit_bias={"a": 1})
@@ -266,7 +326,15 @@ def test_what_was_sent_comes_back_cut_when_it_is_long():
         (b'{"prompt": "a"}}', "JSON"),
         (b"\xff\xfe", "JSON"),
         (b'{"prompt": "\xff"}', "UTF-8"),
-        (b'{"prompt": "\\ud800 lone"}', "JSON"),
+        (b'{"prompt": "\\ud800 lone"}', "prompt must not hold lone surrogates"),
+        (b'{"prompt": "\\ud800"}', "prompt must not hold lone surrogates"),  # at the very end
+        (b'{"prompt": ["a", "\\udc00"]}', "prompt[1] must not hold lone surrogates"),
+        (b'{"prompt": "a", "stop": ["b", "\\ud83d!"]}', "stop[1] must not hold lone surrogates"),
+        (b'{"prompt": "a", "rid": "\\uD800\\u0041"}', "rid must not hold lone surrogates"),
+        (b'{"messages": [{"content": "\\udfff"}]}', "messages[0].content must not hold lone"),
+        (b'{"logit_bias": {"\\udfff": 1}}', "logit_bias must not hold lone surrogates"),
+        (b'{"\\udfff": 1}', "body must not hold lone surrogates"),
+        (b'{"prompt": "\\ud83d\\ude00", "stop": }', "not valid JSON"),
         (b"[1]", "object"),
         (b"null", "object"),
         (b'{"prompt": "a", "top_p": NaN}', "top_p"),
@@ -279,6 +347,51 @@ def test_bodies_that_are_no_json_object_are_400(content, word):
     response = api.call("POST", TEXT, content=content, headers=JSON)
     assert response.status_code == 400 and word in response.json()["message"], response.text
     assert api.post(TEXT, prompt="a").status_code == 200
+
+
+def test_every_route_refuses_what_it_does_not_take_in_a_query_string():
+    api = Api(enable_metrics=True)
+    asked = []
+    for route in api.app.routes:
+        path = route.path.replace("{model:path}", "default")
+        for method in sorted(route.methods):
+            body = {"json": GOOD.get(path, {})} if method in ("POST", "PUT") else {}
+            response = api.call(method, f"{path}?colour=red", **body)
+            asked.append((method, path))
+            if path in ("/", "/health", "/ready", "/health_generate"):
+                assert response.status_code == 200, (method, path)
+                continue
+            assert response.status_code == 400, (method, path, response.text)
+            assert "colour is not a query parameter of" in response.text, response.text
+    assert len(asked) > 25 and ("PUT", GEN) in asked
+    assert not api.engine.requests[1:] and not api.engine.controls[1:]  # the probe alone ran
+
+
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        ("time_out=3", "time_out is not a query parameter of /flush_cache; did you mean timeout?"),
+        ("x=3", "x is not a query parameter of /flush_cache; it takes timeout."),
+        ("timeout=3&timeout=4", "timeout must be given once."),
+        ("timeout=", "timeout must be seconds, got ''"),
+        ("timeout=nan", "timeout must be seconds"),
+    ],
+)
+def test_what_flush_cache_does_not_understand_does_not_flush(query, message):
+    for method in ("GET", "POST"):
+        api = Api()
+        response = api.call(method, f"/flush_cache?{query}")
+        assert response.status_code == 400 and not api.engine.controls
+        assert message in response.json()["error"]["message"]
+
+
+def test_flush_cache_takes_no_body():
+    api = Api()
+    response = api.post("/flush_cache", timeout=3)
+    assert response.status_code == 400 and "query string" in response.text
+    assert not api.engine.controls
+    assert api.post("/flush_cache").status_code == 200  # {}
+    assert api.call("POST", "/flush_cache").status_code == 200
 
 
 def test_other_content_types_are_400():

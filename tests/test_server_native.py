@@ -133,7 +133,7 @@ def test_health_follows_the_engine_and_health_generate_runs_a_request():
     api = Api()
     for path in ("/health", "/ready", "/health_generate", "/"):
         assert api.call("GET", path).status_code == 200
-    assert [r.sampling.max_new_tokens for r in api.engine.requests] == [1]
+    assert [(r.sampling.max_new_tokens, r.log_metrics) for r in api.engine.requests] == [(1, False)]
     api.engine.queue_full = True
     assert api.call("GET", "/health_generate").status_code == 200  # busy is not dead
     api.engine.healthy = False
@@ -189,6 +189,9 @@ def test_tokenize_and_detokenize_are_inverse(prefix):
     assert texts == {"text": ["a", "<256>"]}
     chat = api.ok(f"{prefix}/tokenize", messages=[{"role": "user", "content": "x"}])
     assert chat["tokens"] == list(b"user:x\nassistant:")
+    hello = [{"role": "user", "content": "x"}]
+    closed = api.ok(f"{prefix}/tokenize", messages=hello, add_generation_prompt=False)
+    assert closed["tokens"] == list(b"user:x\n")
 
 
 def test_metrics_are_there_only_when_asked_for():

@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+import served_grammars
+from grammar_traffic import answers, table
 
 from tests.server_process import serving
 
@@ -94,6 +96,15 @@ def test_a_seed_gives_the_same_tokens_alone_and_among_others(server: httpx.Clien
     same = sum(a == b["output_ids"] for a, b in zip(alone, together, strict=True))
     assert same >= 11, f"{same} of 12 equal"  # float32 rounding may flip a near tie
     assert len({tuple(a) for a in alone}) == 12
+
+
+def test_schemas_and_regexes_hold_at_temperature_1(server: httpx.Client) -> None:
+    """Six of the 120 of test_grammar_served."""
+    found = answers(server, served_grammars.committed()[::20], concurrency=6, most_tokens=256)
+    assert [one.case.kind for one in found] == ["json"] * 3 + ["regex"] * 3
+    assert not [(one.case.name, one.fault, one.text) for one in found if one.fault], table(found)
+    assert sum(one.ended for one in found) >= 4, table(found)
+    assert wait_idle(server)["recompiles_total"] == 0
 
 
 def test_a_client_that_leaves_frees_its_pages_at_once(server: httpx.Client) -> None:

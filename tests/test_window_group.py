@@ -10,7 +10,6 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -18,8 +17,8 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
+from random_runs import run_rounds
 
 from jserve.cache.integrity import nodes
 from jserve.cache.manager import CacheManager, Lease
@@ -234,20 +233,13 @@ class WindowMachine(RuleBasedStateMachine):
             self.seen["slid"] += self.group.slid
 
 
-def run_machine(examples: int, steps: int, **parameters: object) -> Counter[str]:
-    seen: ClassVar[Counter[str]] = Counter()
-    machine = type("Machine", (WindowMachine,), {"seen": seen, **parameters})
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            deadline=None,
-            derandomize=True,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+MET = ("matches", "evicted", "buried", "slid")
+
+
+def run_machine(examples: int, steps: int, first_seed: int = 0, **sizes: object) -> Counter[str]:
+    seen: Counter[str] = Counter()
+    machine = type("Machine", (WindowMachine,), {"seen": seen, **sizes})
+    run_rounds(machine, examples, steps, lambda: all(seen[name] for name in MET), 4, first_seed)
     return seen
 
 
@@ -262,7 +254,7 @@ SIZES = [
 @pytest.mark.parametrize("sizes", SIZES)
 def test_both_pools_hold_what_every_live_token_sees_under_random_operations(sizes: dict) -> None:
     seen = run_machine(100, 40, **sizes)
-    for name in ("matches", "evicted", "buried", "slid"):
+    for name in MET:
         assert seen[name] > 0, f"{name} never happened: {seen}"
 
 

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis.stateful import run_state_machine_as_test
+from random_runs import run_rounds
 from scripted_runner import Flight, ScriptedRunner, Simulation, prompt, solo, submit
 from test_scheduler_random import SchedulerMachine
 
@@ -174,21 +173,18 @@ class WindowedMachine(SchedulerMachine):
         self.events["tombstones"] += self.group.tombstones
 
 
-def run_machine(examples: int, steps: int, **options: object) -> Counter[str]:
+def run_machine(
+    examples: int, steps: int, met: Sequence[str], first_seed: int = 0, **options: object
+) -> Counter[str]:
+    """At least so many; more until all of `met` has happened."""
     events: Counter[str] = Counter()
     machine = type("Machine", (WindowedMachine,), {"events": events, "options": options})
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            deadline=None,
-            derandomize=True,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    run_rounds(machine, examples, steps, lambda: all(events[name] for name in met), 3, first_seed)
     return events
+
+
+MET = ("slid", "tombstones", "chunks", "cached_tokens_total")
+RARE = ("num_retracted_requests_total", "reset")
 
 
 @pytest.mark.parametrize(
@@ -200,13 +196,13 @@ def run_machine(examples: int, steps: int, **options: object) -> Counter[str]:
     ],
 )
 def test_any_order_of_events_gives_solo_answers_with_windows(options: dict) -> None:
-    events = run_machine(30, 30, **options)
-    for name in ("slid", "tombstones", "chunks", "cached_tokens_total"):
+    events = run_machine(30, 30, MET, **options)
+    for name in MET:
         assert events[name] > 0, f"{name} never happened: {events}"
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_any_order_of_very_many_events_with_windows(page_size: int) -> None:
-    events = run_machine(400, 60, page_size=page_size, depth=1)
-    assert events["num_retracted_requests_total"] > 0 and events["reset"] > 0, events
+    events = run_machine(400, 60, RARE, page_size=page_size, depth=1)
+    assert all(events[name] > 0 for name in RARE), events

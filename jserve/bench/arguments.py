@@ -114,8 +114,15 @@ def add_serving(parser: argparse.ArgumentParser) -> None:
 
 
 def add_compare(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--arms", nargs="+", metavar="NAME", help="plain radix [all]")
+    parser.add_argument("--arms", nargs="+", metavar="NAME", help="plain radix grammar [all]")
     add_workload(parser)
+    add_output(parser)
+
+
+def add_program(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--programs", nargs="+", metavar="NAME", help="which [all six]")
+    parser.add_argument("--items", type=int, metavar="INT", help="runs of each program [its own]")
+    parser.add_argument("--repeat", type=int, default=1, metavar="INT", help="best of so many [1]")
     add_output(parser)
 
 
@@ -124,6 +131,7 @@ BENCHMARKS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "offline": ("throughput of a workload given at once to an engine", add_load),
     "serving": ("latencies and throughput of a server over HTTP", add_serving),
     "compare": ("one workload with one mechanism changed at a time", add_compare),
+    "program": ("programs against the same calls without their structure", add_program),
 }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import statistics
 import sys
@@ -24,6 +25,7 @@ from jserve.bench.arrivals import arrival_times
 from jserve.bench.compare import ARMS, compare_arms
 from jserve.bench.load import run_load
 from jserve.bench.plot import load_pyplot, save_plot
+from jserve.bench.program import chosen, compare_work
 from jserve.bench.report import parse_goodput, summarize
 from jserve.bench.samples import Sample
 from jserve.bench.targets import EngineTarget, HttpTarget
@@ -32,6 +34,7 @@ from jserve.config import Config
 from jserve.engine.engine import Engine
 from jserve.errors import ConfigError, JserveError
 
+_CLIENTS = 32  # that take turns
 #: What a server that does not say is taken to have.
 _VOCAB_SIZE = 32000
 _PROTOCOLS = {
@@ -146,6 +149,22 @@ def compare(parsed: argparse.Namespace, config: Config) -> None:
         raise JserveError(f"answers differ from the first arm's: {', '.join(wrong)}")
 
 
+def program(parsed: argparse.Namespace, config: Config) -> None:
+    """Programs and their calls flattened, on one engine; answers compared."""
+    works = chosen(parsed.programs, parsed.items)
+    if parsed.repeat < 1:
+        raise ConfigError(f"--repeat must be >= 1, got {parsed.repeat}")
+    results = []
+    with _engine(config) as engine:
+        for work in works:
+            print(f"{work.name}: {work.about}", file=sys.stderr)
+            results.append(compare_work(engine, work, parsed.repeat))
+    _emit({"programs": results}, parsed.output_file)
+    wrong = [one["name"] for one in results if one["different_answers"]]
+    if wrong:
+        raise JserveError(f"answers differ between the arms: {', '.join(wrong)}")
+
+
 def _check_load(parsed: argparse.Namespace) -> None:
     """Raises ConfigError naming the flag."""
     _workload(parsed)
@@ -164,6 +183,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "offline": offline,
     "serving": serving,
     "compare": compare,
+    "program": program,
 }
 
 
@@ -174,15 +194,18 @@ async def _serve_load(
     headers = {"Authorization": f"Bearer {parsed.api_key}"} if parsed.api_key else {}
     base_url = parsed.base_url or f"http://{parsed.host}:{parsed.port}"
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(
-        base_url=base_url, headers=headers, timeout=None, limits=limits
-    ) as client:
+    how: dict[str, Any] = {"base_url": base_url, "headers": headers, "limits": limits}
+    async with contextlib.AsyncExitStack() as stack:
+        verify = httpx.create_ssl_context()  # is slow to make
+        made = [httpx.AsyncClient(**how, timeout=None, verify=verify) for _ in range(_CLIENTS)]
+        clients = [await stack.enter_async_context(client) for client in made]
+        client = clients[0]
         await _await_ready(client, parsed.ready_check_timeout_sec)
         info = await _server_info(client)
         vocab_size = parsed.vocab_size or info.get("vocab_size") or _VOCAB_SIZE
         conversations = make_workload(_workload(parsed), vocab_size)
         target = HttpTarget(
-            client,
+            clients,
             _PROTOCOLS[parsed.backend],
             model=parsed.model or info.get("served_model_name") or "default",
             ignore_eos=not parsed.disable_ignore_eos,

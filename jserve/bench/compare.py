@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,10 +26,20 @@ from jserve.errors import ConfigError
 #: Difference of log-probabilities under which two tokens tie, by number format.
 MARGIN = {"float32": 0.01, "bfloat16": 0.3}
 
-#: Flags of each arm, over those given; the first is what the others are compared with.
-ARMS: dict[str, dict[str, Any]] = {
-    "plain": {"disable_radix_cache": True, "schedule_policy": "fcfs"},
-    "radix": {"disable_radix_cache": False, "schedule_policy": "lpm"},
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Arm:
+    """Flags over those given, and a grammar: its answers are others, and are checked against it."""
+
+    flags: dict[str, Any]
+    regex: str | None = None
+
+
+#: The first is what the others are compared with.
+ARMS = {
+    "plain": Arm({"disable_radix_cache": True, "schedule_policy": "fcfs"}),
+    "radix": Arm({"disable_radix_cache": False, "schedule_policy": "lpm"}),
+    "grammar": Arm({"disable_radix_cache": True, "schedule_policy": "fcfs"}, r"[a-z ,.]{4000,}"),
 }
 
 
@@ -58,20 +69,25 @@ def compare_arms(
     results: list[dict[str, Any]] = []
     reference: list[Sample] = []
     for name in arms:
-        with start(Config.from_flags(**{**config.flat(), **ARMS[name]})) as engine:
+        arm = ARMS[name]
+        with start(Config.from_flags(**{**config.flat(), **arm.flags})) as engine:
             conversations = make_workload(workload, engine.model_config.vocab_size)
             arrivals = np.zeros(len(conversations))
-            load = run_load(EngineTarget(engine), conversations, arrivals)
+            load = run_load(EngineTarget(engine, regex=arm.regex), conversations, arrivals)
             samples, seconds = asyncio.run(load)
             info = engine.get_server_info()
             if not reference:
                 reference = asyncio.run(_with_margins(engine, conversations))
-        answers = compare_answers(reference, samples, MARGIN[info["dtype"]])
+            if arm.regex is None:
+                answers = compare_answers(reference, samples, MARGIN[info["dtype"]])
+            else:
+                answers = check_answers(engine.tokenizer.decode, samples, arm.regex)
         figures = summarize(samples, seconds)
         results.append(
             {
                 "name": name,
-                "flags": ARMS[name],
+                "flags": arm.flags,
+                "regex": arm.regex,
                 "equal_answers": answers.equal,
                 "near_ties": answers.ties,
                 "different_answers": answers.different,
@@ -95,6 +111,16 @@ def compare_answers(
         elif at is not None and wanted.margins[at] < margin:
             ties += 1
     return Answers(equal, ties, len(samples) - equal - ties)
+
+
+def check_answers(
+    decode: Callable[[Sequence[int]], str], samples: Sequence[Sample], regex: str
+) -> Answers:
+    """Those that could go on to match {4000,} of a class of letters, by Python's own `re`, are
+    equal."""
+    letters = re.compile(regex.replace("{4000,}", "*"))
+    good = [not s.error and bool(letters.fullmatch(decode(s.output_ids))) for s in samples]
+    return Answers(sum(good), 0, len(good) - sum(good))
 
 
 async def _with_margins(engine: Generator, conversations: Sequence[Any]) -> list[Sample]:

@@ -5,8 +5,9 @@ A request that fails is a Sample with an error, never an exception.
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Protocol
 
 import httpx
@@ -37,6 +38,7 @@ class EngineTarget:
 
     Args:
         stream: False: only the whole answer comes, and the Sample has no ttft of its own.
+        regex: what every answer follows.
         margins: note how far each token's log-probability was ahead of the runner-up's.
     """
 
@@ -49,14 +51,18 @@ class EngineTarget:
         ignore_eos: bool = True,
         stream: bool = True,
         margins: bool = False,
+        regex: str | None = None,
     ) -> None:
-        self._engine = engine
+        self._engine, self._regex = engine, regex
         self._ignore_eos, self._stream = ignore_eos, stream
         self._logprobs = LogprobParams(top_num=2) if margins else None
 
     async def ask(self, prompt_ids: list[int], max_new_tokens: int) -> Sample:
         sampling = SamplingParams(
-            max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=self._ignore_eos
+            max_new_tokens=max_new_tokens,
+            temperature=0.0,
+            ignore_eos=self._ignore_eos,
+            regex=self._regex,
         )
         request = GenerateRequest(
             sampling=sampling, input_ids=prompt_ids, stream=self._stream, logprobs=self._logprobs
@@ -106,18 +112,22 @@ class _OpenAIChunk(msgspec.Struct):
 
 
 class HttpTarget:
-    """A server. `protocol`: native (SGLang's /generate) or openai (/v1/completions)."""
+    """A server. `protocol`: native (SGLang's /generate) or openai (/v1/completions).
+
+    `clients` of it take turns: a client looks at all its connections for every request, which with
+    256 of them costs more than the request.
+    """
 
     def __init__(
         self,
-        client: httpx.AsyncClient,
+        clients: Sequence[httpx.AsyncClient],
         protocol: str,
         *,
         model: str = "default",
         ignore_eos: bool = True,
         extra_body: dict[str, Any] | None = None,
     ) -> None:
-        self._client = client
+        self._clients = itertools.cycle(clients)
         self.knows_ids = protocol == "native"
         self._model, self._ignore_eos, self._extra = model, ignore_eos, extra_body or {}
         bodies = {"native": self._native_body, "openai": self._openai_body}
@@ -130,9 +140,8 @@ class HttpTarget:
         content = msgspec.json.encode({**self._body(prompt_ids, max_new_tokens), **self._extra})
         headers = {"Content-Type": "application/json"}
         try:
-            async with self._client.stream(
-                "POST", self._url, content=content, headers=headers
-            ) as reply:
+            client = next(self._clients)
+            async with client.stream("POST", self._url, content=content, headers=headers) as reply:
                 if reply.status_code != 200:
                     text = (await reply.aread()).decode(errors="replace")
                     sample.error = f"HTTP {reply.status_code}: {text[:300]}"

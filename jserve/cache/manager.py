@@ -197,7 +197,6 @@ class CacheManager:
         """Drop the tree; refused (False) while a request is live."""
         if self.leases:
             return False
-        self.check_integrity()
         self.reset()
         return True
 

@@ -60,20 +60,18 @@ class RadixTree:
 
         → (deepest node entered, pages covered below `start`, pages covered of that node's own run)
         """
-        node, covered, inside = start, 0, len(start.pages)
-        while len(tokens) >= self.page_size:
-            child = node.children.get(self._edge(node, tokens, space))
+        node, covered, inside, end = start, 0, len(start.pages), self.page_size
+        while end <= len(tokens) and inside == len(node.pages):
+            child = node.children.get(self._edge(node, tokens[end - self.page_size : end], space))
             if child is None:
                 break
-            node = child
-            n = min(len(node.key), len(tokens))
-            differs = node.key[:n] != tokens[:n]
-            first = int(differs.argmax())
-            inside = (first if differs[first] else n) // self.page_size
+            node, inside = child, 1  # its edge is its first page
+            if len(node.pages) > 1:
+                rest = tokens[end : end - self.page_size + len(node.key)]
+                differs = np.flatnonzero(node.key[self.page_size :][: len(rest)] != rest)
+                inside += int(differs[0] if len(differs) else len(rest)) // self.page_size
             covered += inside
-            if inside < len(node.pages):
-                break
-            tokens = tokens[len(node.key) :]
+            end += inside * self.page_size
         return node, covered, inside
 
     def match(self, tokens: np.ndarray, space: Namespace) -> tuple[Node, np.ndarray]:

@@ -1,7 +1,7 @@
 """Options of the engine and the server.
 
 options.py → tree.py: Config ← arguments.py
-             resolve.py: Config, model, devices → Resolved
+             together.py: Config → ok; resolve.py: Config, model, devices → Resolved
 """
 
 from jserve.config.arguments import add_arguments
@@ -9,11 +9,13 @@ from jserve.config.kv_events import KvEventsOptions
 from jserve.config.options import (
     CacheOptions,
     ExecutionOptions,
+    GrammarOptions,
     ModelOptions,
     SchedulerOptions,
     ServerOptions,
 )
 from jserve.config.resolve import DeviceFacts, Resolved, resolve
+from jserve.config.together import check_together
 from jserve.config.tree import Config, unknown_option
 
 __all__ = [
@@ -21,12 +23,14 @@ __all__ = [
     "Config",
     "DeviceFacts",
     "ExecutionOptions",
+    "GrammarOptions",
     "KvEventsOptions",
     "ModelOptions",
     "Resolved",
     "SchedulerOptions",
     "ServerOptions",
     "add_arguments",
+    "check_together",
     "resolve",
     "unknown_option",
 ]

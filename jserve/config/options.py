@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,11 +16,23 @@ from jserve.errors import ConfigError
 
 
 def _option(
-    default: Any, about: str, choices: str = "", low: Any = None, high: Any = None, also: str = ""
+    default: Any,
+    about: str,
+    choices: str = "",
+    low: Any = None,
+    high: Any = None,
+    also: str = "",
+    form: tuple[str, str] = ("", ""),
 ) -> Any:
-    """A field with its help, choices (blanks between), range [low, high] and second flag."""
+    """A field with its help, choices (blanks between), range [low, high], second flag, and the form
+    of a text: a regex, and what it asks for in words."""
     metadata = {"about": about, "choices": choices.split(), "low": low, "high": high, "also": also}
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata={**metadata, "form": form})
+
+
+#: How Prometheus begins the name of a metric.
+_METRIC = (r"[a-zA-Z_:][a-zA-Z0-9_:]*", "letters, digits, _ and :, with no digit in front")
+_TEXT = (r"\S(.*\S)?", "a text without blanks around it")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,12 +60,12 @@ class ModelOptions:
 class ServerOptions:
     """server: address, key, streaming, logs"""
 
-    host: str = _option("127.0.0.1", "address to listen on")
+    host: str = _option("127.0.0.1", "address to listen on", form=_TEXT)
     port: int = _option(30000, "port to listen on", low=0, high=65535)
-    api_key: str | None = _option(None, "bearer key that clients must send")
+    api_key: str | None = _option(None, "bearer key that clients must send", form=_TEXT)
     stream_interval: int = _option(1, "tokens in a streamed chunk", low=1)
     enable_metrics: bool = _option(False, "Prometheus metrics at /metrics")
-    metrics_prefix: str = _option("jserve", "before the colon of every metric's name")
+    metrics_prefix: str = _option("jserve", "before the colon of every metric's name", form=_METRIC)
     enable_cache_report: bool = _option(False, "cached_tokens in usage")
     log_requests: bool = _option(False, "log every request")
     log_level: str = _option("info", "least level", choices="debug info warning error critical")
@@ -61,6 +74,11 @@ class ServerOptions:
     watchdog_timeout: float = _option(300.0, "seconds that one step may take", low=1)
     soft_watchdog_timeout: float | None = _option(None, "seconds until stacks are logged", low=0.1)
     kv_events_config: str | None = _option(None, "JSON: publisher, endpoint … of cache events")
+    reasoning_parser: str | None = _option(
+        None,
+        "how the model marks its thinking, which is told from its answer",
+        choices="deepseek-r1 deepseek-v3 qwen3 qwen3-thinking",
+    )
     enable_trace: bool = _option(False, "OpenTelemetry traces of requests")
     otlp_traces_endpoint: str = _option("localhost:4317", "where traces are sent")
 
@@ -103,7 +121,10 @@ class SchedulerOptions:
     prefill_max_requests: int | None = _option(None, "prompts in a step [any]", low=1)
     disable_mixed_chunk: bool = _option(False, "no decode rows beside prompt chunks")
     mixed_chunk_size: int | None = _option(
-        None, "tokens of a step with decode rows and prompts [64 on CPU, else 512]", low=1
+        None,
+        "tokens of a step with decode rows and prompts [64 on CPU, else 512; fewer beside few "
+        "rows, more while many prompts wait]",
+        low=1,
     )
     schedule_policy: str = _option(
         "fcfs", "order of the queue", choices="fcfs lpm random lof dfs-weight"
@@ -144,11 +165,25 @@ class ExecutionOptions:
     compilation_cache_dir: str = _option("~/.cache/jserve/compile", "compiled programs; off: none")
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarOptions:
+    """grammar: answers that follow a schema, a regex or a grammar"""
+
+    grammar_backend: str | None = _option(
+        None, "[xgrammar where installed, else llguidance]", choices="xgrammar llguidance none"
+    )
+    grammar_compile_timeout: float = _option(30.0, "seconds for one grammar", low=0.1)
+    grammar_compile_memory_mb: int = _option(2048, "memory for one grammar", low=64)
+    grammar_jump_forward: bool = _option(False, "append the text that a grammar forces at once")
+    grammar_workers: int = _option(16, "grammars that are compiled at a time", low=1, high=256)
+
+
 SECTIONS: Mapping[str, type[Any]] = {
     "model": ModelOptions,
     "server": ServerOptions,
     "cache": CacheOptions,
     "scheduler": SchedulerOptions,
+    "grammar": GrammarOptions,
     "execution": ExecutionOptions,
 }
 
@@ -177,7 +212,10 @@ def check_value(option: dataclasses.Field[Any], value: Any) -> None:
         raise ConfigError(f"{flag} must be {option.type}, got {value!r}")
     if value is None:
         return
-    choices, low, high = (option.metadata[key] for key in ("choices", "low", "high"))
+    names = ("choices", "low", "high", "form")
+    choices, low, high, (form, words) = (option.metadata[key] for key in names)
+    if form and not re.fullmatch(form, str(value)):
+        raise ConfigError(f"{flag} must be {words}, got {value!r}")
     if choices and value not in choices:
         raise ConfigError(f"{flag} must be one of {', '.join(choices)}, got {value}")
     if low is not None and not low <= value <= (math.inf if high is None else high):

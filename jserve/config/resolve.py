@@ -1,15 +1,15 @@
 """`resolve`: from options, model and devices to the numbers the engine runs with.
 
-Pure: it is handed model and devices as plain records. What cannot work together is refused here.
+Pure: it is handed model and devices as plain records. What cannot work together is refused here,
+and what needs neither to be known in together.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from jserve.config.json_object import read_object
 from jserve.config.kv_events import KvEventsOptions, kv_events_options
-from jserve.config.options import CacheOptions, SchedulerOptions
+from jserve.config.together import check_together, protected_threshold
 from jserve.config.tree import Config
 from jserve.errors import ConfigError
 from jserve.types import ModelConfig
@@ -38,10 +38,12 @@ class Resolved:
     """The numbers the engine runs with; nothing is automatic but the pool's size on a device.
 
     `chunked_prefill_size` is a multiple of page_size; it holds the whole context when chunking is
-    off. `mixed_chunk_size`, the bound beside decode rows, is at most that. `max_total_tokens` is a
-    multiple of page_size, or None: as much as `mem_fraction_static` leaves once the steps are
-    compiled. `hybrid_swa`: layers with a window have a pool of their own, in which they keep little
-    more than the window; None as `swa_full_tokens_ratio` is for runner/window_share.py to decide.
+    off. `mixed_chunk_size`, the bound beside decode rows, is at most that, and so is
+    `mixed_chunk_most`, to which an automatic one grows while many prompts wait; 0 keeps a given one
+    as it is. `max_total_tokens` is a multiple of page_size, or None: as much as
+    `mem_fraction_static` leaves once the steps are compiled. `hybrid_swa`: layers with a window
+    have a pool of their own, in which they keep little more than the window; None as
+    `swa_full_tokens_ratio` is for runner/window_share.py to decide.
     """
 
     dtype: str
@@ -53,6 +55,7 @@ class Resolved:
     max_prefill_tokens: int
     mixed: bool
     mixed_chunk_size: int
+    mixed_chunk_most: int
     policy: str
     radix: bool
     eviction: str
@@ -79,6 +82,7 @@ def resolve(config: Config, model: ModelConfig, device: DeviceFacts) -> Resolved
         dtype = "float32" if on_cpu or model.dtype == "float32" else "bfloat16"
     kv_dtype = dtype if cache.kv_cache_dtype == "auto" else cache.kv_cache_dtype
     context_length = config.model.context_length or model.max_position
+    check_together(config)
     for problem in _conflicts(config, model, device, dtype, context_length):
         raise ConfigError(problem)
     num_slots = scheduler.max_running_requests or (32 if on_cpu else 256)
@@ -101,10 +105,11 @@ def resolve(config: Config, model: ModelConfig, device: DeviceFacts) -> Resolved
         max_prefill_tokens=max_prefill_tokens,
         mixed=not scheduler.disable_mixed_chunk,
         mixed_chunk_size=min(scheduler.mixed_chunk_size or (64 if on_cpu else 512), chunk),
+        mixed_chunk_most=chunk if scheduler.mixed_chunk_size is None else 0,
         policy=scheduler.schedule_policy,
         radix=not cache.disable_radix_cache,
         eviction=cache.radix_eviction_policy,
-        protected_threshold=_protected_threshold(cache),
+        protected_threshold=protected_threshold(cache),
         kv_events=kv_events_options(config.server.kv_events_config),
         overlap_depth=0 if scheduler.disable_overlap_schedule else 1,
         tp_size=execution.tp_size,
@@ -129,29 +134,13 @@ def _conflicts(
     config: Config, model: ModelConfig, device: DeviceFacts, dtype: str, context: int
 ) -> list[str]:
     """What cannot work together, in words; it is refused, never switched off silently."""
-    cache, policy = config.cache, config.scheduler.schedule_policy
+    cache, page_size, platform = config.cache, config.cache.page_size, device.platform
     backend, tp_size = config.execution.attention_backend, config.execution.tp_size
-    page_size, tokens, platform = cache.page_size, cache.max_total_tokens, device.platform
     wanted = _BACKEND_PLATFORM.get(backend or "", platform)
-    mixed_size = config.scheduler.mixed_chunk_size
     problems = {
         f"--context-length {context} is over the {model.max_position} positions of "
         f"--model-path {config.model.model_path}": context > model.max_position,
         f"--page-size {page_size} is over --context-length {context}": page_size > context,
-        f"--max-total-tokens {tokens} holds no page of --page-size {page_size}": (
-            tokens is not None and tokens < page_size
-        ),
-        f"--schedule-policy {policy} orders by cached prefix, but --disable-radix-cache is set": (
-            cache.disable_radix_cache and policy in ("lpm", "dfs-weight")
-        ),
-        f"--radix-eviction-policy {cache.radix_eviction_policy} orders the radix cache, but "
-        "--disable-radix-cache is set": (
-            cache.disable_radix_cache and cache.radix_eviction_policy != "lru"
-        ),
-        "--kv-events-config tells of the radix cache, but --disable-radix-cache is set": (
-            cache.disable_radix_cache
-            and kv_events_options(config.server.kv_events_config) is not None
-        ),
         "--kv-cache-dtype float32 gains nothing over --dtype bfloat16": (
             cache.kv_cache_dtype == "float32" and dtype == "bfloat16"
         ),
@@ -160,9 +149,6 @@ def _conflicts(
         f"{config.model.model_path} is under --context-length {context}": (
             cache.swa_full_tokens_ratio is not None and not _hybrid(config, model, context)
         ),
-        f"--mixed-chunk-size {mixed_size} bounds mixed steps, but --disable-mixed-chunk is set": (
-            config.scheduler.disable_mixed_chunk and mixed_size is not None
-        ),
         f"--attention-backend {backend} needs a {wanted}, but --device is {platform}": (
             wanted != platform
         ),
@@ -170,40 +156,7 @@ def _conflicts(
             tp_size > device.count
         ),
     }
-    problems |= _priority_conflicts(config.scheduler)
     return [message for message, broken in problems.items() if broken]
-
-
-def _priority_conflicts(scheduler: SchedulerOptions) -> dict[str, bool]:
-    """Priorities order arrival and output length; what is about them needs them to be in use."""
-    used, policy = scheduler.enable_priority_scheduling, scheduler.schedule_policy
-    threshold = scheduler.priority_scheduling_preemption_threshold
-    usual = SchedulerOptions().priority_scheduling_preemption_threshold
-    wishes = {
-        f"--default-priority-value {scheduler.default_priority_value}": (
-            scheduler.default_priority_value is not None
-        ),
-        "--schedule-low-priority-values-first": scheduler.schedule_low_priority_values_first,
-        "--disable-priority-preemption": scheduler.disable_priority_preemption,
-        f"--priority-scheduling-preemption-threshold {threshold}": threshold != usual,
-        "--retraction-policy priority": scheduler.retraction_policy == "priority",
-    }
-    problems = {
-        f"{flag} needs --enable-priority-scheduling": wish and not used
-        for flag, wish in wishes.items()
-    }
-    clash = f"--enable-priority-scheduling goes with --schedule-policy fcfs or lof, not {policy}"
-    return problems | {clash: used and policy not in ("fcfs", "lof")}
-
-
-def _protected_threshold(cache: CacheOptions) -> int:
-    """Of slru, which is the one policy that takes a number."""
-    flag, text = "--radix-eviction-policy-config", cache.radix_eviction_policy_config
-    if text is not None and cache.radix_eviction_policy != "slru":
-        raise ConfigError(
-            f"{flag} {text} is for --radix-eviction-policy slru, not {cache.radix_eviction_policy}"
-        )
-    return read_object(flag, text, {"protected_threshold": 2})["protected_threshold"]
 
 
 def _prefill_sizes(config: Config, device: DeviceFacts, context_length: int) -> tuple[int, int]:
@@ -212,14 +165,10 @@ def _prefill_sizes(config: Config, device: DeviceFacts, context_length: int) -> 
     Automatic chunk: 256 on CPU; by memory in GiB: < 20: 2048, < 60: 4096, < 160: 8192, else 16384.
     """
     asked, limit = config.scheduler.chunked_prefill_size, config.scheduler.max_prefill_tokens
-    if asked == 0:
-        raise ConfigError("--chunked-prefill-size must be -1 (whole prompts) or >= 1, got 0")
     if asked is None:
         gib = (device.memory_bytes or 20 * _GIB) / _GIB
         asked = 2048 if gib < 20 else 4096 if gib < 60 else 8192 if gib < 160 else 16384
         asked = min(256 if device.platform == "cpu" else asked, limit)
-    elif asked > limit and limit != SchedulerOptions().max_prefill_tokens:
-        raise ConfigError(f"--chunked-prefill-size {asked} is over --max-prefill-tokens {limit}")
     size = context_length if asked == -1 else min(asked, context_length)
     chunk = -(-size // config.cache.page_size) * config.cache.page_size
     return chunk, max(limit, chunk)

@@ -17,6 +17,7 @@ from jserve.config.options import (
     SECTIONS,
     CacheOptions,
     ExecutionOptions,
+    GrammarOptions,
     ModelOptions,
     SchedulerOptions,
     ServerOptions,
@@ -39,6 +40,7 @@ class Config:
     server: ServerOptions = dataclasses.field(default_factory=ServerOptions)
     cache: CacheOptions = dataclasses.field(default_factory=CacheOptions)
     scheduler: SchedulerOptions = dataclasses.field(default_factory=SchedulerOptions)
+    grammar: GrammarOptions = dataclasses.field(default_factory=GrammarOptions)
     execution: ExecutionOptions = dataclasses.field(default_factory=ExecutionOptions)
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ from jserve.engine.core import EngineCore
 from jserve.engine.fanout import part_ids
 from jserve.engine.submission import make_submit
 from jserve.engine.warm_up import forget, shared_prefixes, warm_up
-from jserve.types import GenerateRequest, Output
+from jserve.types import GenerateRequest, Output, Submit
 
 Outputs = AsyncGenerator[Output, None]
 
@@ -32,15 +32,17 @@ async def generate_batch(
                 yield output
         return
     core.client.require_alive()
-    submits = []
-    for request in requests:
-        limits = (core.vocab_size, core.context_length)
-        submits.append(await make_submit(request, core.tokenizer, *limits))
-        await asyncio.sleep(0)  # others may run between two texts
-    waiting = [rid for submit in submits for rid in part_ids(submit)]
-    cached = not core.config.cache.disable_radix_cache
-    prefixes = shared_prefixes(submits, page_size) if cached else []
+    submits: list[Submit] = []
+    waiting: list[str] = []
+    limits = (core.vocab_size, core.context_length)
+    core.grammars.begin([request.sampling for request in requests])
     try:
+        for request in requests:
+            submits.append(await make_submit(request, core.tokenizer, limits, core.grammars))
+            waiting += part_ids(submits[-1])
+            await asyncio.sleep(0)  # others may run between two texts
+        cached = not core.config.cache.disable_radix_cache
+        prefixes = shared_prefixes(submits, page_size) if cached else []
         if prefixes:
             await warm_up(core.client, prefixes, waiting)
         streams = map(core.generate_stream, requests, submits)

@@ -35,6 +35,8 @@ class EngineClient:
     def __init__(self, life: EngineLife) -> None:
         self.gauges = Gauges(values={})
         self._routes: dict[str, tuple[_Loop, Inbox, int]] = {}
+        self.route_of = self._routes.get
+        self.left: dict[tuple[str, int], tuple[_Loop, Inbox, int]] = {}  # see farewell.py
         self._turns = itertools.count(1)  # a rid is used again while old Deltas are on the way
         self.aborted_early: dict[str, bool] = {}  # whether so, by id: who waits for a warm-up
         self._questions = Questions()
@@ -107,8 +109,8 @@ class EngineClient:
             self._dispatch()  # its last words
         finally:
             self._life.bury()
-            turns = {rid: route[2] for rid, route in list(self._routes.items())}
-            self._on_deltas(Deltas(items=lost(turns, self._life.ended)))
+            keys = [*self.left, *((rid, route[2]) for rid, route in list(self._routes.items()))]
+            self._on_deltas(Deltas(items=lost(keys, self._life.ended)))
             self._questions.fail(self._life.ended)
 
     def _dispatch(self) -> None:
@@ -122,15 +124,17 @@ class EngineClient:
         by_loop: dict[_Loop, list[tuple[Inbox, Delta]]] = {}
         for delta in message.items:
             route = self._routes.get(delta.rid)
-            if route is not None and route[2] == delta.turn:
-                loop, inbox, _ = route
-                by_loop.setdefault(loop, []).append((inbox, delta))
+            if route is None or route[2] != delta.turn:
+                route = self.left.get((delta.rid, delta.turn))
+            if route is not None:
+                by_loop.setdefault(route[0], []).append((route[1], delta))
         for loop, items in by_loop.items():
             try:
                 loop.call_soon_threadsafe(_deliver, items)
             except RuntimeError:  # the loop was closed under its requests
                 for _, delta in items:
-                    self._abandon(delta.rid)
+                    if self.left.pop((delta.rid, delta.turn), None) is None:
+                        self._abandon(delta.rid)
 
 
 def _deliver(items: list[tuple[Inbox, Delta]]) -> None:

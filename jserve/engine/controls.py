@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from jserve.engine.channel import EngineEnd
+from jserve.engine.integrity import check_integrity
 from jserve.errors import RequestError
-from jserve.types import Control, ControlReply
+from jserve.types import Control, ControlReply, Deltas
 
 if TYPE_CHECKING:
     from jserve.scheduler.scheduler import Scheduler
@@ -55,6 +56,8 @@ class Controls:
         if self._scheduler.has_work and not self._scheduler.paused:
             return False  # and the launches stay in flight: who waits for it asks many times
         self._drain()
+        if deltas := check_integrity(self._scheduler):  # what is wrong would be forgotten unseen
+            self._channel.send(Deltas(items=deltas))
         return self._scheduler.flush_cache()
 
     def _pause(self, mode: str = "abort") -> None:

@@ -14,11 +14,13 @@ from collections.abc import AsyncGenerator
 from jserve.config import Config
 from jserve.engine.client import EngineClient
 from jserve.engine.fanout import fan_out
+from jserve.engine.farewell import see_off
+from jserve.engine.grammars import Grammars
 from jserve.engine.refusals import raise_refusal
 from jserve.engine.reporter import Reporter
 from jserve.engine.sequence import Sequence
 from jserve.engine.submission import make_submit
-from jserve.metrics.meter import Meter
+from jserve.metrics.meter import NO_METER, Meter
 from jserve.tokenizer.tokenizer import Tokenizer
 from jserve.types import Abort, GenerateRequest, Output, Submit
 
@@ -31,6 +33,7 @@ class EngineCore:
     client: EngineClient
     tokenizer: Tokenizer
     meter: Meter
+    grammars: Grammars
     vocab_size: int
     context_length: int
     reporters: list[Reporter] = dataclasses.field(default_factory=list)
@@ -44,21 +47,21 @@ class EngineCore:
         RequestError (before the first Output, but for a slow stop regex), QueueFullError,
         EngineDeadError. Closing the iterator aborts the request. `submit`: its own, if made before.
         """
-        client, meter = self.client, self.meter
+        client, meter = self.client, self.meter if request.log_metrics else NO_METER
         client.require_alive()
         limits = (self.vocab_size, self.context_length)
-        submit = submit or await make_submit(request, self.tokenizer, *limits)
+        submit = submit or await make_submit(request, self.tokenizer, limits, self.grammars)
         parts = [submit]
         if request.sampling.n > 1:
             parts = await fan_out(submit, client, not self.config.cache.disable_radix_cache)
-        for reporter in self.reporters:
-            reporter.received(request, submit)
         sequences = {
             part.rid: Sequence(i, part, self.tokenizer, meter, self.config.server)
             for i, part in enumerate(parts)
         }
-        try:
-            with client.open(parts) as inbox:
+        with client.open(parts) as inbox:
+            for reporter in self.reporters:
+                reporter.received(request, submit)
+            try:
                 while sequences:
                     delta = await inbox.get()
                     sequence = sequences.get(delta.rid)
@@ -76,8 +79,6 @@ class EngineCore:
                             raise_refusal(sequence.finish)
                     if output is not None:
                         yield output
-        finally:
-            for rid in sequences:
-                meter.aborted()
-                for reporter in self.reporters:
-                    reporter.ended(request, rid, None)
+            finally:
+                if sequences:
+                    see_off(client, inbox, sequences, request, self.reporters)

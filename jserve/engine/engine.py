@@ -20,7 +20,9 @@ from jserve.engine.batches import answer
 from jserve.engine.client import EngineClient
 from jserve.engine.core import EngineCore
 from jserve.engine.flush import flush_when_idle
+from jserve.engine.grammars import Grammars
 from jserve.engine.life import EngineLife
+from jserve.engine.reasoner import Reasoner
 from jserve.engine.render import render_output
 from jserve.engine.reporter import Reporter
 from jserve.engine.request_log import RequestLog
@@ -28,11 +30,14 @@ from jserve.engine.sampling_params import sampling_from_dict
 from jserve.engine.tracing import Tracer
 from jserve.engine.warm_up import abort
 from jserve.errors import RequestError
+from jserve.grammar.backend import Vocabulary
 from jserve.metrics import Metrics
 from jserve.metrics.meter import NO_METER
+from jserve.metrics.priority import make_mark, no_mark
 from jserve.models.architectures import find_architecture
 from jserve.tokenizer.loader import load_tokenizer
 from jserve.tokenizer.tokenizer import Tokenizer
+from jserve.tokenizer.vocabulary import vocabulary_of
 from jserve.types import ControlReply, ModelConfig
 from jserve.weights.checkpoint import open_checkpoint
 
@@ -70,12 +75,16 @@ class Engine:
         self.config = config
         model, server = config.model, config.server
         name = model.served_model_name or model.model_path
-        self.metrics = Metrics(server.metrics_prefix, name, lambda: self._client.gauges)
+        queue = config.scheduler
+        ranked = queue.enable_priority_scheduling
+        mark = make_mark(queue.default_priority_value) if ranked else no_mark
+        self.metrics = Metrics(server.metrics_prefix, name, lambda: self._client.gauges, mark)
         self.meter = self.metrics.meter if server.enable_metrics else NO_METER
         self._tracer = Tracer(server.otlp_traces_endpoint, name) if server.enable_trace else None
         self.generation_config: Mapping[str, Any] = {}
         self._life = EngineLife(config, builder, inline)
         self._client = EngineClient(self._life)
+        self.grammars = Grammars(config.grammar, self._vocabulary, self._client, self.meter)
         atexit.register(self.shutdown)
         try:
             if tokenizer is None:
@@ -84,6 +93,9 @@ class Engine:
                 paths = (model.tokenizer_path, model.chat_template)
                 tokenizer = load_tokenizer(checkpoint, *paths, self.meter.timing)
             self.tokenizer = tokenizer
+            if server.reasoning_parser is not None:
+                parser = server.reasoning_parser
+                self.grammars.reasoner = Reasoner(parser, tokenizer, model.model_path)
             self.server_info = self._life.await_ready(server.log_level in ("debug", "info"))
             self.model_config = msgspec.convert(self.server_info.pop("model_config"), ModelConfig)
         except BaseException:
@@ -91,7 +103,9 @@ class Engine:
             raise
         limits = (self.model_config.vocab_size, int(self.server_info["context_length"]))
         reporters: list[Reporter] = [] if self._tracer is None else [self._tracer]
-        core = EngineCore(config, self._client, tokenizer, self.meter, *limits, reporters)
+        core = EngineCore(
+            config, self._client, tokenizer, self.meter, self.grammars, *limits, reporters
+        )
         self.generate_stream = core.generate_stream
         page_size = int(self.server_info["page_size"])
         self.generate_batch = functools.partial(generate_batch, core, page_size)
@@ -119,12 +133,18 @@ class Engine:
 
     async def control(self, op: str, **args: str | int | float | bool) -> ControlReply:
         """Ask the engine: an `op` of types.Control with its arguments. Raises EngineDeadError."""
-        return await self._client.control(op, **args)
+        reply = await self._client.control(op, **args)
+        if op == "flush_cache" and reply.ok:
+            self.grammars.flush()
+        return reply
 
     def abort(self, rid: str = "", abort_all: bool = False) -> None:
         """End every request whose id starts with `rid`; they finish with reason abort."""
         if rid or abort_all:
             abort(self._client, rid, abort_all)
+
+    def _vocabulary(self) -> Vocabulary:
+        return vocabulary_of(self.tokenizer, self.model_config)
 
     @property
     def gauges(self) -> dict[str, float]:
@@ -163,6 +183,7 @@ class Engine:
     def shutdown(self) -> None:
         """End the engine; open requests fail with EngineDeadError. Later calls do nothing."""
         atexit.unregister(self.shutdown)
+        self.grammars.close()
         self._life.shutdown(self._client.reader)
         if self._tracer is not None:
             self._tracer.close()

@@ -9,9 +9,9 @@ step resets the device, once.
 
 from __future__ import annotations
 
-import collections
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from jserve.engine.channel import EngineEnd
 from jserve.engine.controls import Controls
 from jserve.engine.gauges import GaugeSender
 from jserve.engine.integrity import check_integrity
+from jserve.engine.recovery import Recovery
 from jserve.engine.refusals import refused
 from jserve.engine.step_log import StepLog
 from jserve.engine.watchdog import start_watchdogs
@@ -67,12 +68,13 @@ class Loop:
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self.facts = facts or {}
-        self._stopping = self._failed = False
+        self._stopping = False
         self._scheduler, self._runner, self._channel = scheduler, runner, channel
         self._depth = depth
         self._timeouts, self._on_close = (watchdog_timeout, soft_watchdog_timeout), on_close
         self._busy_since: float | None = None  # None: resting
-        self._queue: collections.deque[tuple[StepPlan, InFlight]] = collections.deque()
+        self._queue: deque[tuple[StepPlan, InFlight, float | None]] = deque()
+        self._recover = Recovery(scheduler, runner, self._queue)
         watch = scheduler.cache.counters.timing.watch
         process = "per_stage_req_latency_seconds/request_process"
         self._accept = watch(process, lambda submit: scheduler.submit(submit))
@@ -82,7 +84,7 @@ class Loop:
         self._commit = watch("execution_commit_seconds", lambda *step: scheduler.commit(*step))
         self._masks = watch("output_mask_seconds", masks)
         self._finish = watch("output_sample_seconds", lambda *step: runner.finish(*step))
-        self._inbox: collections.deque[ToEngine] = collections.deque()
+        self._inbox: deque[ToEngine] = deque()
         self._gauges = GaugeSender(scheduler, runner, channel)
         self._log = StepLog(scheduler, page_size, decode_log_interval)
         self._unchecked = True  # integrity, since the last step
@@ -118,7 +120,7 @@ class Loop:
             if not self._step() and not self._stopping:
                 self._rest()
         except Exception as error:  # the loop's top
-            self._recover(error)
+            self._send(self._recover(error))
 
     def _step(self) -> bool:
         """One turn of the queue; False when there was nothing to launch and nothing to read."""
@@ -129,42 +131,30 @@ class Loop:
             self._record()
         if plan is None or flight is None:
             return recorded
-        self._finish(flight, self._masks(plan))
-        self._queue.append((plan, flight))
+        self._finish(flight, self._masks(plan) if plan.constrained else None)
+        self._queue.append((plan, flight, self._busy_since))
         if len(self._queue) > self._depth:  # depth 0
             self._record()
         return True
 
     def _record(self) -> None:
-        plan, flight = self._queue.popleft()
+        plan, flight, begun = self._queue.popleft()
         self._unchecked = True
         self._send(self._commit(plan, self._read(flight)))
         self._gauges.step()
         if logger.isEnabledFor(logging.INFO):
-            self._log.step(plan)
+            self._log.step(plan, begun or 0.0)
 
     def _rest(self) -> None:
         self._send(self._scheduler.drain())
         idle = self._scheduler.idle
         if idle:
             self._gauges.rest()
-            if logger.isEnabledFor(logging.INFO):
-                self._log.rest()
         if self._unchecked:
             self._unchecked = False
             self._send(check_integrity(self._scheduler))
         self._busy_since = None
         self._channel.wait(IDLE_WAIT if idle else STALL_WAIT)
-
-    def _recover(self, error: Exception) -> None:
-        """The donated KV and state are gone: start over with empty ones, once in a lifetime."""
-        if self._failed:
-            raise error
-        self._failed = True
-        logger.error("step failed; resetting the device and requeueing", exc_info=error)
-        self._queue.clear()
-        self._send(self._scheduler.reset_device())
-        self._runner.reset()
 
     def _submit(self, message: Submit) -> None:
         try:

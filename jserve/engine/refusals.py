@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable
 
 from jserve.errors import EngineDeadError, JserveError, QueueFullError, RequestError, TimedOutError
 from jserve.types import Delta, FinishReason, Submit
@@ -25,15 +26,16 @@ def refused(submit: Submit, error: Exception) -> Delta:
     return Delta(rid=rid, turn=turn, token_ids=[], finish=finish, prompt_tokens=length)
 
 
-def lost(turns: Mapping[str, int], why: str) -> list[Delta]:
-    """The answer to requests, by their rids, whose engine has ended."""
+def lost(requests: Iterable[tuple[str, int]], why: str) -> list[Delta]:
+    """The answer to requests, by their rids and turns, whose engine has ended."""
     finish = FinishReason(
         type="abort",
         message=why,
         status_code=EngineDeadError.status_code,
         err_type=EngineDeadError.__name__,
     )
-    return [Delta(rid=rid, turn=turns[rid], token_ids=[], finish=finish) for rid in turns]
+    now = time.time()
+    return [Delta(rid=r, turn=t, token_ids=[], finish=finish, ended=now) for r, t in requests]
 
 
 def raise_refusal(finish: FinishReason) -> None:

@@ -51,6 +51,8 @@ class RequestLog:
         return {"log_requests": self in self._reporters, "log_requests_level": self._level}
 
     def received(self, request: GenerateRequest, submit: Submit) -> None:
+        if request.no_logs:
+            return
         fields: dict[str, Any] = {
             "rid": submit.rid,
             "prompt_tokens": len(submit.prompt_ids),
@@ -65,6 +67,8 @@ class RequestLog:
         _logger.info("Receive: %s", _json(fields))
 
     def ended(self, request: GenerateRequest, rid: str, output: Output | None) -> None:
+        if request.no_logs:
+            return
         if output is None:
             # its client left, or a sibling of its batch was refused
             left = {"type": "abort", "message": "Closed before its end."}

@@ -15,7 +15,7 @@ import msgspec
 from jserve.engine.sampling_params import sampling_from_dict
 from jserve.errors import RequestError
 from jserve.types import GenerateRequest
-from jserve.types.wording import plain_types
+from jserve.types.wording import lone_surrogate, plain_types
 
 
 def expand(
@@ -33,6 +33,9 @@ def expand(
     extra_key: str | list[str | None] | None = None,
     cache_salt: str | list[str | None] | None = None,
     priority: int | list[int | None] | None = None,
+    log_metrics: bool = True,
+    no_logs: bool = False,
+    require_reasoning: bool = False,
 ) -> tuple[list[GenerateRequest], bool]:
     """(one request a prompt, whether the answer is a list of bodies).
 
@@ -64,6 +67,8 @@ def expand(
         "priority": _column("priority", priority, size),
     }
     common = {"stream": stream, "return_text_in_logprobs": return_text_in_logprobs}
+    common |= {"log_metrics": log_metrics, "no_logs": no_logs}
+    common |= {"require_reasoning": require_reasoning}
     rows = zip(*columns.values(), strict=True)
     requests = [_request(common | dict(zip(columns, row, strict=True))) for row in rows]
     return requests, batch or requests[0].sampling.n > 1
@@ -78,6 +83,10 @@ def _request(fields: dict[str, Any]) -> GenerateRequest:
         logprobs = None
     for name in ("extra_key", "cache_salt"):
         fields[name] = fields[name] or None
+    for name, value in {**fields, **msgspec.structs.asdict(sampling)}.items():
+        for text in value if isinstance(value, tuple) else (value,):
+            if isinstance(text, str) and lone_surrogate(text):
+                raise RequestError(f"{name} must not hold lone surrogates.", name)
     try:
         return msgspec.convert(
             {**fields, "sampling": sampling, "logprobs": logprobs}, GenerateRequest

@@ -10,15 +10,13 @@ from typing import Any
 
 import msgspec
 
+from jserve.engine.syntax import NAMES, syntax_fields
 from jserve.errors import RequestError
 from jserve.types import SamplingParams
 from jserve.types.wording import nearest_name
 
 #: SGLang's names whose feature is not there; None (or an empty value) asks for nothing.
-_UNSUPPORTED = (
-    *("json_schema", "regex", "ebnf", "structural_tag"),
-    *("beam_width", "custom_params", "watermark"),
-)
+_UNSUPPORTED = ("beam_width", "custom_params", "watermark")
 _OTHER_NAMES = {  # OpenAI's, and ours
     "seed": "sampling_seed",
     "max_tokens": "max_new_tokens",
@@ -46,8 +44,10 @@ def sampling_from_dict(params: Mapping[str, Any] | None) -> SamplingParams:
     """
     if not isinstance(params, Mapping | None):
         raise RequestError(f"sampling_params must be a mapping, got {params!r}.", "sampling_params")
-    given: dict[str, Any] = {}
+    given: dict[str, Any] = dict(syntax_fields(params or {}))
     for name, value in (params or {}).items():
+        if name in NAMES:
+            continue
         if name in _UNSUPPORTED:
             if value:
                 raise RequestError(f"{name} is not supported yet.", name)

@@ -43,12 +43,18 @@ class Sequence:
             self._logprobs = self._logprobs or TokenLogprobs(token_ids=[], values=[])
             self._logprobs.extend(delta.logprobs)
         self.finish = self._decode(delta)
+        self._meter.timing.observe("output_detokenize_seconds", time.time() - started)
         self._observe(delta, started)
         num_new = len(self._output_ids) - self._num_sent
         due = self._num_sent == 0 or num_new >= self._interval
         if self.finish is None and not (self._submit.stream and num_new and due):
             return None
         return self._output(delta)
+
+    def note(self, delta: Delta) -> None:
+        """Count a Delta whose text nobody will read: the client has left."""
+        self._output_ids, self.finish = self._output_ids + delta.token_ids, delta.finish
+        self._observe(delta, time.time())
 
     def _decode(self, delta: Delta) -> FinishReason | None:
         """Text of the new tokens; a stop string beats whatever reason the engine had."""
@@ -66,21 +72,18 @@ class Sequence:
         return FinishReason(type="stop", matched=detokenizer.stopped)
 
     def _observe(self, delta: Delta, started: float) -> None:
-        now, times, streaming = time.time(), self._times, self._submit.stream
-        self._meter.timing.observe("output_detokenize_seconds", now - started)
+        now, times, submit = time.time(), self._times, self._submit
         if delta.token_ids and not times.first_token:
             # a sequence that does not stream has one Delta, long after its first token
-            times.first_token = now if streaming else delta.prefill_finished or now
+            times.first_token = now if submit.stream else delta.prefill_finished or now
             times.queued, times.prefill_finished = delta.queue_time, delta.prefill_finished
-            self._meter.first_token(streaming, times)
+            self._meter.first_token(submit, times)
         elif delta.token_ids:
-            self._meter.tokens(len(delta.token_ids), now - times.latest)
+            self._meter.tokens(submit, len(delta.token_ids), now - times.latest)
         times.latest, times.cache, times.num_steps = now, delta.cache_seconds, delta.num_steps
         if self.finish is not None:
             times.ended = delta.ended or started  # a stop string ends it on this side
-            if self.finish.type == "abort":
-                self._meter.aborted()
-            self._meter.finished(streaming, delta, len(self._output_ids), times)
+            self._meter.finished(submit, self.finish, delta, len(self._output_ids), times)
 
     def _output(self, delta: Delta) -> Output:
         output = Output(

@@ -6,12 +6,15 @@ set before the backend starts. The only module that knows the constructors of ev
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import psutil
@@ -20,8 +23,16 @@ from jserve.cache.manager import CacheManager
 from jserve.cache.window import WindowGroup
 from jserve.config import Config, DeviceFacts, Resolved, resolve
 from jserve.engine.channel import EngineEnd
+from jserve.engine.grammar_gate import GrammarGate
+from jserve.engine.grammar_queue import GrammarQueue
 from jserve.engine.kv_events import open_kv_events
 from jserve.engine.loop import Loop
+from jserve.errors import ConfigError
+from jserve.grammar.backend import Backend
+from jserve.grammar.choice import choose_backend, make_backend
+from jserve.grammar.jump import JumpForward
+from jserve.grammar.masks import Masks
+from jserve.grammar.templates import Templates
 from jserve.metrics.step_clock import step_timing
 from jserve.metrics.timing import UNTIMED, Timing
 from jserve.models.architectures import find_architecture
@@ -31,8 +42,10 @@ from jserve.runner.startup import start_runner
 from jserve.runner.window_share import kept_tokens
 from jserve.scheduler.request import SchedulerSettings
 from jserve.scheduler.scheduler import Scheduler
+from jserve.tokenizer.loader import load_tokenizer
+from jserve.tokenizer.vocabulary import vocabulary_of
 from jserve.types import KVShape, ModelConfig, Progress
-from jserve.weights.checkpoint import open_checkpoint
+from jserve.weights.checkpoint import Checkpoint, open_checkpoint
 from jserve.weights.loader import load_params
 from sharding.mesh import make_mesh
 from sharding.rules import TP, Rules
@@ -70,9 +83,9 @@ def build(config: Config, channel: EngineEnd) -> Loop:
         page_size=resolved.page_size,
         hybrid=resolved.hybrid_swa,
     )
-    params = load_params(
-        model.specs, checkpoint, rules, resolved.dtype, progress=progress("weights")
-    )
+    templates = Templates(functools.partial(_grammar_backend, config, checkpoint, model_config))
+    told = progress("weights")
+    params = load_params(model.specs, checkpoint, rules, resolved.dtype, progress=told)
     loaded = time.monotonic()
     runner = start_runner(
         model,
@@ -81,34 +94,61 @@ def build(config: Config, channel: EngineEnd) -> Loop:
         resolved,
         progress("compile"),
         compilation_cache_dir=_cache_dir(config),
+        facts=(model_config,),
     )
     timing = step_timing() if config.server.enable_metrics else UNTIMED
     cache, close_events = _open_cache(resolved, runner, model.cache, timing)
     scheduler = Scheduler(_scheduler_settings(config, resolved, model_config), cache)
-    facts = {
-        "model_config": dataclasses.asdict(model_config),
-        "vocab_size": model_config.vocab_size,
-        "device": jax.devices()[0].device_kind,
-        "max_total_num_tokens": (runner.num_pages - 1) * resolved.page_size,
-        "max_total_num_tokens_swa": sum(n - 1 for n in runner.group_pages) * resolved.page_size,
-        "max_running_requests": resolved.num_slots,
+    masks = Masks(templates, scheduler, *_jump(config, checkpoint, scheduler))
+    facts = _facts(model_config, resolved, runner) | {
         "weight_bytes": sum(array.nbytes for array in params.values()),
         "weight_seconds": round(loaded - started, 3),
         "compile_seconds": round(time.monotonic() - loaded, 3),
-        **dataclasses.asdict(resolved),
     }
+    ends = contextlib.ExitStack()
+    ends.callback(close_events)
+    ends.callback(templates.close)
     return Loop(
         scheduler,
         runner,
-        channel,
+        GrammarGate(channel, GrammarQueue(templates)),
+        masks=masks,
         depth=resolved.overlap_depth,
         page_size=resolved.page_size,
         decode_log_interval=config.server.decode_log_interval,
         facts=facts,
         watchdog_timeout=config.server.watchdog_timeout,
         soft_watchdog_timeout=config.server.soft_watchdog_timeout or 0.0,
-        on_close=close_events,
+        on_close=ends.close,
     )
+
+
+def _facts(model: ModelConfig, resolved: Resolved, runner: Runner) -> dict[str, Any]:
+    """What `server_info` says of the engine."""
+    return {
+        "model_config": dataclasses.asdict(model),
+        "vocab_size": model.vocab_size,
+        "device": jax.devices()[0].device_kind,
+        "max_total_num_tokens": (runner.num_pages - 1) * resolved.page_size,
+        "max_total_num_tokens_swa": sum(n - 1 for n in runner.group_pages) * resolved.page_size,
+        "max_running_requests": resolved.num_slots,
+        **dataclasses.asdict(resolved),
+    }
+
+
+def _grammar_backend(config: Config, checkpoint: Checkpoint, model: ModelConfig) -> Backend:
+    """What masks tokens, with the tokenizer that the API process has."""
+    name = choose_backend(config.grammar.grammar_backend)
+    if name == "none":
+        raise ConfigError("--grammar-backend is none")
+    tokenizer = load_tokenizer(checkpoint, config.model.tokenizer_path)
+    return make_backend(name, vocabulary_of(tokenizer, model))
+
+
+def _jump(config: Config, checkpoint: Checkpoint, scheduler: Scheduler) -> tuple[JumpForward, ...]:
+    if not config.grammar.grammar_jump_forward:
+        return ()
+    return (JumpForward(load_tokenizer(checkpoint, config.model.tokenizer_path), scheduler.jump),)
 
 
 def _open_cache(
@@ -181,6 +221,7 @@ def _scheduler_settings(
         eos_token_ids=model.eos_token_ids,
         mixed=resolved.mixed,
         mixed_chunk_size=resolved.mixed_chunk_size,
+        mixed_chunk_most=resolved.mixed_chunk_most,
         policy=resolved.policy,
         schedule_conservativeness=resolved.schedule_conservativeness,
         max_queued=resolved.max_queued_requests,

@@ -26,21 +26,27 @@ _DECODE_LINE = (
 
 
 class StepLog:
-    """Throughput is what the scheduler's totals grew by between two lines. `interval`: decode steps
-    between two lines."""
+    """Throughput counts the time of steps alone: of the one with the prompts, or of all since the
+    last line of its kind. `interval`: decode steps between two lines."""
 
     def __init__(self, scheduler: Scheduler, page_size: int, interval: int) -> None:
         self._scheduler = scheduler
         self._page_size = page_size
         self._interval = interval
         self._num_decode_steps = 0
-        self._generated, self._prefilled = _Rate(), _Rate()
+        self._last_read = 0.0
+        self._generated, self._seconds = 0.0, 0.0  # tokens until the last line, steps since then
 
-    def step(self, plan: StepPlan) -> None:
+    def step(self, plan: StepPlan, begun: float) -> None:
+        """Its tokens are read now; `begun`: when it was planned, by time.monotonic()."""
+        now = time.monotonic()
+        seconds = max(now - max(begun, self._last_read), 1e-6)  # until then another one ran
+        self._last_read = now
+        self._seconds += seconds
         if len(plan.slots) > plan.num_decode_rows:
             stats = self._scheduler.stats()
-            rate = self._prefilled.take(stats["prefill_tokens_total"])
             new_tokens = plan.num_tokens - plan.num_decode_rows
+            rate = new_tokens / seconds
             cached = sum(len(edit.pages) for edit in plan.edits) * self._page_size
             numbers = {"new_seqs": len(plan.edits), "new_tokens": new_tokens, "cached": cached}
             logger.info(_PREFILL_LINE.format(throughput=rate, **stats, **numbers))
@@ -48,24 +54,6 @@ class StepLog:
         self._num_decode_steps += 1
         if self._num_decode_steps % self._interval == 0:
             stats = self._scheduler.stats()
-            rate = self._generated.take(stats["generation_tokens_total"])
+            rate = (stats["generation_tokens_total"] - self._generated) / self._seconds
+            self._generated, self._seconds = stats["generation_tokens_total"], 0.0
             logger.info(_DECODE_LINE.format(throughput=rate, **stats))
-
-    def rest(self) -> None:
-        """No work: throughput counts from here on."""
-        stats = self._scheduler.stats()
-        self._prefilled.take(stats["prefill_tokens_total"])
-        self._generated.take(stats["generation_tokens_total"])
-
-
-class _Rate:
-    """What a total grew by, a second, since the last `take`."""
-
-    def __init__(self) -> None:
-        self._total, self._since = 0.0, time.monotonic()
-
-    def take(self, total: float) -> float:
-        now = time.monotonic()
-        rate = (total - self._total) / max(now - self._since, 1e-6)
-        self._total, self._since = total, now
-        return rate

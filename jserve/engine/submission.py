@@ -8,6 +8,8 @@ import uuid
 
 import msgspec
 
+from jserve.engine.grammars import Grammars
+from jserve.engine.misfit import misfit, too_long
 from jserve.engine.ranges import check_ranges
 from jserve.errors import RequestError
 from jserve.tokenizer.stop_regex import check_stop_regexes
@@ -18,34 +20,40 @@ _LONG_TEXT = 32 * 1024  # characters that would stop the event loop for millisec
 
 
 async def make_submit(
-    request: GenerateRequest, tokenizer: Tokenizer, vocab_size: int, context_length: int
+    request: GenerateRequest, tokenizer: Tokenizer, limits: tuple[int, int], grammars: Grammars
 ) -> Submit:
-    """The request as the engine gets it, but for n. Raises RequestError naming the field."""
-    created, text = request.created or time.time(), request.text
+    """The request as the engine gets it, but for n. Raises RequestError naming the field.
+
+    `limits`: size of the vocabulary, context length.
+    """
+    created, text, (vocab_size, context) = request.created or time.time(), request.text, limits
     if (text is None) == (request.input_ids is None):
         raise RequestError("Exactly one of text and input_ids must be given.", "text")
     if text is None:
-        prompt_ids = list(request.input_ids or ())
+        ids = list(request.input_ids or ())
+    elif len(text) > 2 * tokenizer.longest_token * context:
+        raise too_long(text, context)
+    elif len(text) > _LONG_TEXT:
+        ids = await asyncio.to_thread(tokenizer.encode, text, request.add_special)
     else:
-        if len(text) > 2 * tokenizer.longest_token * context_length:  # not worth tokenizing
-            message = f"text has {len(text)} characters, too many for a context of {context_length}"
-            raise RequestError(f"{message} tokens.", "text")
-        if len(text) > _LONG_TEXT:
-            prompt_ids = await asyncio.to_thread(tokenizer.encode, text, request.add_special)
-        else:
-            prompt_ids = tokenizer.encode(text, request.add_special)
-    _check(request, prompt_ids, vocab_size, context_length)
+        ids = tokenizer.encode(text, request.add_special)
+    field, wanted = "input_ids" if text is None else "text", request.sampling.max_new_tokens or 0
+    if not 0 < len(ids) < context or not 0 <= min(ids) <= max(ids) < vocab_size:
+        raise misfit(field, ids, wanted, vocab_size, context)
+    check_ranges(request.sampling, vocab_size)
+    if len(ids) + wanted > context:
+        raise misfit(field, ids, wanted, vocab_size, context)
     if request.sampling.stop_regex:
         await asyncio.to_thread(check_stop_regexes, request.sampling.stop_regex)
     logprobs = request.logprobs
     if logprobs is not None:
-        logprobs.verify(len(prompt_ids), vocab_size)
+        logprobs.verify(len(ids), vocab_size)
         if request.sampling.max_new_tokens == 0 and logprobs.start_len < 0:
             # without output, the prompt's are meant
             logprobs = msgspec.structs.replace(logprobs, start_len=0)
-    return Submit(
+    submit = Submit(
         rid=request.rid or uuid.uuid4().hex,
-        prompt_ids=prompt_ids,
+        prompt_ids=ids,
         sampling=request.sampling,
         logprobs=logprobs,
         extra_key=request.extra_key,
@@ -55,19 +63,8 @@ async def make_submit(
         created=created,
         sent=time.time(),
     )
-
-
-def _check(request: GenerateRequest, prompt_ids: list[int], vocab_size: int, context: int) -> None:
-    field = "text" if request.input_ids is None else "input_ids"
-    length, wanted = len(prompt_ids), request.sampling.max_new_tokens or 0
-    if length == 0:
-        raise RequestError(f"{field} must hold at least one token.", field)
-    if not 0 <= min(prompt_ids) <= max(prompt_ids) < vocab_size:
-        raise RequestError(f"{field} must hold ids in [0, {vocab_size}).", field)
-    if length >= context:
-        message = f"{field}: the prompt has {length} tokens, but the context length is {context}."
-        raise RequestError(message, field)
-    check_ranges(request.sampling, vocab_size)
-    if length + wanted > context:
-        why = f"{length} prompt tokens + {wanted} new tokens > context length {context}."
-        raise RequestError(f"max_new_tokens (or its default) is too large: {why}", "max_new_tokens")
+    params = request.sampling
+    constrained = params.json_schema or params.regex or params.ebnf or params.structural_tag
+    if constrained or request.require_reasoning:
+        return await grammars.compiled(submit, request.require_reasoning)
+    return submit

@@ -45,7 +45,8 @@ async def warm_up(client: EngineClient, prompts: Sequence[Submit], waiting: Sequ
 def prefix_of(submit: Submit, rid: str, length: int) -> Submit:
     """The first `length` tokens of the prompt as a request, in the same namespace."""
     ids, nothing = submit.prompt_ids[:length], SamplingParams(max_new_tokens=0)
-    return msgspec.structs.replace(submit, rid=rid, prompt_ids=ids, sampling=nothing, logprobs=None)
+    plain = {"sampling": nothing, "logprobs": None, "grammar": None, "thinking": None}
+    return msgspec.structs.replace(submit, rid=rid, prompt_ids=ids, **plain)
 
 
 def shared_prefixes(submits: Sequence[Submit], page_size: int) -> list[Submit]:

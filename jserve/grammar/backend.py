@@ -52,8 +52,8 @@ class Matcher(Protocol):
         """Take back the latest accepted tokens."""
         ...
 
-    def forced(self) -> list[int]:
-        """Tokens that must come next, as one greedy tokenization of the only possible text."""
+    def forced(self) -> bytes:
+        """The text that must come next."""
         ...
 
 
@@ -65,6 +65,10 @@ class Template(Protocol):
 
 class Backend(Protocol):
     """`compile` runs in a worker process, `load` where tokens are masked."""
+
+    def prepare(self, kind: str) -> None:
+        """Import what grammars of this kind need; may take seconds."""
+        ...
 
     def compile(self, spec: GrammarSpec) -> bytes:
         """Raises GrammarError."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 
 from jserve.errors import ConfigError
 from jserve.grammar.backend import Backend, Template, Vocabulary
@@ -28,9 +29,13 @@ def make_backend(name: str, vocabulary: Vocabulary) -> Backend:
     llguidance = LLGuidanceBackend(vocabulary)
     if name == "llguidance":
         return llguidance
+    return ByKind({"json": llguidance, "regex": llguidance}, lambda: _xgrammar(vocabulary))
+
+
+def _xgrammar(vocabulary: Vocabulary) -> Backend:
     from jserve.grammar.xgrammar_backend import XGrammarBackend
 
-    return ByKind({"json": llguidance, "regex": llguidance}, XGrammarBackend(vocabulary))
+    return XGrammarBackend(vocabulary)
 
 
 class ByKind:
@@ -41,14 +46,24 @@ class ByKind:
     and a payload of 0.2 kB where xgrammar took 0.9 ms and 359 kB.
     """
 
-    def __init__(self, special: dict[str, Backend], usual: Backend) -> None:
-        self._special, self._usual = special, usual
+    def __init__(self, special: dict[str, Backend], make_usual: Callable[[], Backend]) -> None:
+        self._special, self._make_usual = special, make_usual
+        self._usual: Backend | None = None
+
+    def prepare(self, kind: str) -> None:
+        self._of(kind)
 
     def compile(self, spec: GrammarSpec) -> bytes:
         kind = spec.kind if spec.kind in self._special else ""
-        payload = self._special.get(kind, self._usual).compile(spec)
-        return kind.encode() + b"\0" + payload
+        return kind.encode() + b"\0" + self._of(kind).compile(spec)
 
     def load(self, payload: bytes) -> Template:
         kind, _, rest = payload.partition(b"\0")
-        return self._special.get(kind.decode(), self._usual).load(rest)
+        return self._of(kind.decode()).load(rest)
+
+    def _of(self, kind: str) -> Backend:
+        if kind in self._special:
+            return self._special[kind]
+        if self._usual is None:  # xgrammar takes seconds to import
+            self._usual = self._make_usual()
+        return self._usual

@@ -18,6 +18,7 @@ from threading import Lock
 from jserve.grammar.backend import GrammarError, Vocabulary
 from jserve.grammar.worker import work
 from jserve.grammar.workers import Work, Worker, Workers
+from jserve.metrics.meter import NO_METER, Meter
 from jserve.types import CompiledSpec, GrammarSpec
 
 _POLL_SECONDS = 0.05
@@ -67,10 +68,11 @@ class GrammarCompiler:
         limits: CompilerLimits | None = None,
         work: Work = work,
         clock: Callable[[], float] = time.monotonic,
+        meter: Meter = NO_METER,
     ) -> None:
         self.counts = CompilerCounts()
         self._limits = limits = limits or CompilerLimits()
-        self._clock = clock
+        self._clock, self._meter = clock, meter
         self._workers = Workers(work, (backend, vocabulary, limits.memory_mb), limits.max_workers)
         self._threads = concurrent.futures.ThreadPoolExecutor(limits.max_workers, "jserve-grammar")
         self._lock = Lock()
@@ -114,6 +116,7 @@ class GrammarCompiler:
             return None
         self._cache.move_to_end(spec)
         self.counts.cache_hits += 1
+        self._meter.count("num_grammar_cache_hit_total", 1)
         done: concurrent.futures.Future[CompiledSpec] = concurrent.futures.Future()
         if isinstance(found, _Failure):
             done.set_exception(GrammarError(found.reason))
@@ -132,6 +135,7 @@ class GrammarCompiler:
             result = _Failure(str(error), float("inf"))
         except TimeoutError as error:
             result = _Failure(str(error), self._clock() + _FORGET_SECONDS)
+            self._meter.count("num_grammar_timeout_total", 1)
             with self._lock:
                 self.counts.timeouts += 1
         except (EOFError, OSError):
@@ -139,8 +143,10 @@ class GrammarCompiler:
             result = _Failure(reason, self._clock() + _FORGET_SECONDS)
             with self._lock:
                 self.counts.crashes += 1
+        seconds = time.monotonic() - start
+        self._meter.timing.observe("grammar_compilation_time_seconds", seconds)
         with self._lock:
-            self.counts.seconds += time.monotonic() - start
+            self.counts.seconds += seconds
             self._remember(spec, result)
             del self._open[spec]
         if isinstance(result, _Failure):

@@ -38,6 +38,9 @@ class LLGuidanceBackend:
             eos_token=list(vocabulary.eos_ids),
         )
 
+    def prepare(self, kind: str) -> None:
+        pass  # all is there
+
     def compile(self, spec: GrammarSpec) -> bytes:
         try:
             source = _source(spec)
@@ -52,7 +55,7 @@ class LLGuidanceBackend:
     def load(self, payload: bytes) -> LLGuidanceTemplate:
         matcher = llguidance.LLMatcher(self._tokenizer, payload.decode(), log_level=0)
         assert not matcher.is_error(), matcher.get_error()[:500]
-        return LLGuidanceTemplate(matcher, self._tokens, self._words)
+        return LLGuidanceTemplate(matcher, self._words)
 
     def _try(self, source: str) -> None:
         """Its limits show when tokens are asked for and taken: one byte of each kind will do."""
@@ -71,20 +74,23 @@ class LLGuidanceBackend:
 
 
 class LLGuidanceTemplate:
-    def __init__(self, matcher: llguidance.LLMatcher, tokens: _Tokens, words: int) -> None:
+    """The first mask is the same for all answers, and costs as much as a hundred later ones."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, words: int) -> None:
         self._matcher = matcher
-        self._tokens = tokens
-        self._words = words
+        self._first = np.zeros(words, np.int32)
+        LLGuidanceMatcher(matcher, None).fill(self._first)
 
     def fork(self) -> LLGuidanceMatcher:
-        return LLGuidanceMatcher(self._matcher.deep_copy(), self._tokens, self._words)
+        return LLGuidanceMatcher(self._matcher.deep_copy(), self._first)
 
 
 class LLGuidanceMatcher:
-    def __init__(self, matcher: llguidance.LLMatcher, tokens: _Tokens, words: int) -> None:
+    """`first`: its mask before any token; None: not known yet."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, first: np.ndarray | None) -> None:
         self._matcher = matcher
-        self._tokens = tokens
-        self._words = words
+        self._first = first
 
     @property
     def finished(self) -> bool:
@@ -93,10 +99,16 @@ class LLGuidanceMatcher:
 
     def accept(self, token_id: int) -> bool:
         # consume_token would put the matcher into an error state for good
-        return self._matcher.try_consume_tokens([token_id]) == 1
+        taken = self._matcher.try_consume_tokens([token_id]) == 1
+        if taken:
+            self._first = None
+        return taken
 
     def fill(self, row: np.ndarray) -> None:
-        assert row.shape == (self._words,) and row.flags.c_contiguous, f"{row.shape=}"
+        assert row.dtype == np.int32 and row.flags.c_contiguous, f"{row.dtype=}"
+        if self._first is not None:
+            row[:] = self._first
+            return
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         if self._matcher.is_error():  # one of its limits; its mask then allows the end
             row[:] = 0
@@ -104,8 +116,8 @@ class LLGuidanceMatcher:
     def rollback(self, num_tokens: int) -> None:
         self._matcher.rollback(num_tokens)
 
-    def forced(self) -> list[int]:
-        return self._tokens(self._matcher.compute_ff_bytes())
+    def forced(self) -> bytes:
+        return self._matcher.compute_ff_bytes()
 
 
 class _Tokens:

@@ -25,7 +25,9 @@ _KEPT_SHARE = 4  # of its memory: what a worker may keep of one compilation and 
 
 
 def work(pipe: Connection, backend_name: str, vocabulary: Vocabulary, memory_mb: int) -> None:
-    """Answer (kind, text) pairs; True is sent first, when the backend is there."""
+    """Answer (kind, text) pairs; True is sent when the backend is there, and before each answer,
+    when it has what that kind needs.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(5)  # decoding comes first
     serve(pipe, make_backend(backend_name, vocabulary), memory_mb)
@@ -34,19 +36,31 @@ def work(pipe: Connection, backend_name: str, vocabulary: Vocabulary, memory_mb:
 def serve(pipe: Connection, backend: Backend, memory_mb: int) -> None:
     limited = memory_mb << 20
     process = psutil.Process()
-    start = process.memory_info()
-    resource.setrlimit(resource.RLIMIT_AS, (start.vms + limited, start.vms + limited))
+    prepared: set[str] = set()
     pipe.send(True)
+    start = process.memory_info()
     again = True
     while again:
         try:
             kind, text = pipe.recv()
         except (EOFError, OSError):
             return
+        if kind not in prepared:
+            prepared.add(kind)
+            _limit_memory(resource.RLIM_INFINITY)
+            backend.prepare(kind)
+            start = process.memory_info()
+            _limit_memory(start.vms + limited)
+        pipe.send(True)
         payload, reason, again = _compile(backend, GrammarSpec(kind=kind, text=text), memory_mb)
         grown = process.memory_info().rss - start.rss
         again = again and grown < limited // _KEPT_SHARE
         pipe.send((payload, reason, again))
+
+
+def _limit_memory(num_bytes: int) -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (num_bytes, most))
 
 
 def _compile(backend: Backend, spec: GrammarSpec, memory_mb: int) -> Answer:

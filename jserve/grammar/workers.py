@@ -42,10 +42,15 @@ class Worker:
     def send(self, spec: GrammarSpec) -> None:
         """Raises EOFError or OSError, as all below, when the process has ended."""
         if not self._ready:
-            if not self._pipe.poll(_START_SECONDS):
-                raise OSError("a worker did not start")
-            self._ready = bool(self._pipe.recv())
+            self._ready = self._begun()
         self._pipe.send((spec.kind, spec.text))
+        self._begun()
+
+    def _begun(self) -> bool:
+        """Wait for the process to import what it needs."""
+        if not self._pipe.poll(_START_SECONDS):
+            raise OSError("a worker did not start")
+        return bool(self._pipe.recv())
 
     def answered(self, seconds: float) -> bool:
         return self._pipe.poll(seconds)

@@ -29,6 +29,9 @@ class XGrammarBackend:
             stop_token_ids=list(vocabulary.eos_ids),
         )
 
+    def prepare(self, kind: str) -> None:
+        pass  # all is there
+
     def compile(self, spec: GrammarSpec) -> bytes:
         compiler = xgrammar.GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
         try:
@@ -81,8 +84,8 @@ class XGrammarMatcher:
     def rollback(self, num_tokens: int) -> None:
         self._matcher.rollback(num_tokens)
 
-    def forced(self) -> list[int]:
-        return self._matcher.find_jump_forward_tokens()
+    def forced(self) -> bytes:
+        return self._matcher.find_jump_forward_string().encode()
 
 
 def _reason(error: Exception) -> str:

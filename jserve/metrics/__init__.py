@@ -1,6 +1,7 @@
 """Metrics of one API process: what is observed here, and the engine's numbers passed on.
 
-Names, labels and buckets are families.py's; how Prometheus reads them is exposition.py's.
+Names, labels and buckets are families.py's; how Prometheus reads them is exposition.py's. A request
+counts when it ends, by itself, aborted or left; one that was refused never began, and does not.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from typing import Any
 
 from jserve.metrics.boundary import boundaries
 from jserve.metrics.exposition import CONTENT_TYPE, Exposition
-from jserve.metrics.families import histograms
+from jserve.metrics.families import FAMILIES, histograms
+from jserve.metrics.histogram import Histogram
 from jserve.metrics.meter import Meter
+from jserve.metrics.priority import Mark, no_mark, split_series
 from jserve.metrics.timing import Timing
-from jserve.types import Delta, Gauges, Times
+from jserve.types import Delta, FinishReason, Gauges, Submit, Times
 
 __all__ = ["CONTENT_TYPE", "Metrics"]
 
@@ -24,7 +27,8 @@ __all__ = ["CONTENT_TYPE", "Metrics"]
 class Metrics:
     """All metrics of a server; methods are safe from any thread.
 
-    `engine`: asked at scrape time for the engine's latest message.
+    `engine`: asked at scrape time for the engine's latest message. `mark`: make_mark's where
+    priorities order the queue.
     """
 
     def __init__(
@@ -32,17 +36,28 @@ class Metrics:
         prefix: str = "jserve",
         model_name: str = "",
         engine: Callable[[], Gauges] = lambda: Gauges(values={}),
+        mark: Mark = no_mark,
     ) -> None:
+        self._mark = mark
         self._histograms = histograms("request")
         self._counters: Counter[str] = Counter()
         self._lock = threading.Lock()
-        self._exposition = Exposition(prefix, model_name, engine, self._counters, self._histograms)
+        by_priority = mark is not no_mark
+        self._exposition = Exposition(
+            prefix, model_name, engine, self._counters, self._histograms, by_priority
+        )
         timing = Timing(self.observe, self._watch)
-        self.meter = Meter(timing, self._first_token, self._tokens, self._finished, self._aborted)
+        self.meter = Meter(timing, self._first_token, self._tokens, self._finished, self._count)
 
     def observe(self, series: str, value: float, times: int = 1) -> None:
         with self._lock:
+            if series not in self._histograms:  # the first of its priority
+                self._histograms[series] = Histogram(FAMILIES[split_series(series)[0]].bounds)
             self._histograms[series].observe(value, times)
+
+    def count(self, series: str, n: int = 1) -> None:
+        with self._lock:
+            self._counters[series] += n
 
     def render(self) -> bytes:
         """The exposition text of GET /metrics, of type CONTENT_TYPE."""
@@ -59,20 +74,33 @@ class Metrics:
 
     # What the meter does.
 
-    def _first_token(self, streaming: bool, times: Times) -> None:
-        series = f"time_to_first_token_seconds/{_label(streaming)}"
+    def _first_token(self, submit: Submit, times: Times) -> None:
+        series = f"time_to_first_token_seconds/{_streaming(submit)}{self._mark(submit.priority)}"
         self.observe(series, times.first_token - times.created)
 
-    def _tokens(self, count: int, seconds: float) -> None:
+    def _tokens(self, submit: Submit, count: int, seconds: float) -> None:
         """Each is one observation."""
-        self.observe("inter_token_latency_seconds", seconds / count, count)
+        mark = self._mark(submit.priority)
+        self.observe(f"inter_token_latency_seconds{mark}", seconds / count, count)
 
-    def _finished(self, streaming: bool, last: Delta, generated: int, times: Times) -> None:
-        prompt, cached, label = last.prompt_tokens, last.cached_tokens, _label(streaming)
-        counts = {"num_requests": 1, "prompt_tokens": prompt, "generation_tokens": generated}
+    def _count(self, series: str, amount: int) -> None:
         with self._lock:
-            self._counters.update({f"{n}_total/{label}": count for n, count in counts.items()})
-            self._counters["cached_tokens_total/device"] += cached
+            self._counters[series] += amount
+
+    def _finished(
+        self, submit: Submit, why: FinishReason, last: Delta, generated: int, times: Times
+    ) -> None:
+        aborted = why.type == "abort"
+        if aborted and not last.ended:
+            return  # refused
+        prompt, cached, label = len(submit.prompt_ids), last.cached_tokens, _streaming(submit)
+        counts = {
+            f"num_requests_total/{label}": 1,
+            f"prompt_tokens_total/{label}": prompt,
+            f"generation_tokens_total/{label}": generated,
+            "cached_tokens_total/device": cached,
+            "num_aborted_requests_total": int(aborted),
+        }
         observed = {
             "prompt_tokens_histogram": prompt,
             "uncached_prompt_tokens_histogram": prompt - cached,
@@ -84,13 +112,13 @@ class Metrics:
             observed[f"request_time_per_output_token_seconds/{label}"] = seconds
         for boundary, seconds in boundaries(times).items():
             observed[f"request_boundary_seconds/{boundary}"] = seconds
-        for series, value in observed.items():
-            self.observe(series, value)
-
-    def _aborted(self) -> None:
+        mark = self._mark(submit.priority)
         with self._lock:
-            self._counters["num_aborted_requests_total"] += 1
+            self._counters.update({series + mark: count for series, count in counts.items()})
+        for series, value in observed.items():
+            self.observe(series + mark, value)
 
 
-def _label(streaming: bool) -> str:
-    return "true" if streaming else "false"
+def _streaming(submit: Submit) -> str:
+    """Whether its client gets tokens as they come."""
+    return "true" if submit.stream else "false"

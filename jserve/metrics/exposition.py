@@ -18,6 +18,7 @@ from prometheus_client.utils import floatToGoString
 
 from jserve.metrics.families import ALIASES, FAMILIES, Family
 from jserve.metrics.histogram import Histogram, numbers
+from jserve.metrics.priority import split_series
 from jserve.types import Gauges
 
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
@@ -31,7 +32,8 @@ Counts = Mapping[str, list[float]]  # of histogram.numbers
 
 class Exposition(Collector):
     """Shows `counters` and `histograms`, of what this process observes, and the `engine`'s latest
-    numbers, all by series; those of FAMILIES that nobody has are zero."""
+    numbers, all by series; those of FAMILIES that nobody has are zero. `by_priority`: requests and
+    the scheduler have a label for it, empty where a number is of all."""
 
     def __init__(
         self,
@@ -40,14 +42,17 @@ class Exposition(Collector):
         engine: Callable[[], Gauges],
         counters: Mapping[str, float],
         histograms: Mapping[str, Histogram],
+        by_priority: bool = False,
     ) -> None:
         self._engine = engine
         self._prefix = f"{prefix}:"  # as SGLang's names: sglang:num_running_reqs
         request = {"model_name": model_name, "engine_type": "unified"}
-        self._labels = {
+        request |= {"priority": ""} if by_priority else {}
+        self._labels: dict[str, dict[str, str]] = {
             "request": request,
             "scheduler": request | _RANKS | {"moe_ep_rank": "0"},
             "cache": {"cache_type": "RadixCache"} | _RANKS | {"dp_rank": "0"},
+            "http": {},
         }
         self._counters = counters
         self._histograms = histograms
@@ -61,10 +66,10 @@ class Exposition(Collector):
     def collect(self) -> Iterator[Metric]:
         engine = self._engine()
         values = {**_with_aliases(engine.values), **self._counters}
-        counts = _with_aliases(engine.histograms) | numbers(self._histograms)
+        counts = _with_aliases(engine.histograms) | numbers(dict(self._histograms))
         given: dict[str, list[str]] = {name: [] for name in FAMILIES}
         for series in itertools.chain(values, counts):
-            given.setdefault(series.partition("/")[0], []).append(series)
+            given.setdefault(split_series(series)[0], []).append(series)
         for name, more in given.items():
             family = FAMILIES.get(name, _UNKNOWN)
             series = list(dict.fromkeys((*family.series(name), *more)))
@@ -74,8 +79,7 @@ class Exposition(Collector):
         self, name: str, family: Family, series: list[str], values: Values, counts: Counts
     ) -> Metric:
         labels, text = self._labels[family.source], family.about or name
-        extra = (family.label[0],) if family.label[0] else ()
-        label_names = (*labels, *extra)
+        label_names = (*labels, *family.label[0].split())
         if family.bounds:
             metric = HistogramMetricFamily(self._prefix + name, text, labels=label_names)
             bounds = [*map(floatToGoString, family.bounds), "+Inf"]
@@ -91,9 +95,10 @@ class Exposition(Collector):
         return metric
 
 
-def _label_values(labels: Mapping[str, str], series: str) -> list[str]:
-    _, slash, value = series.partition("/")
-    return [*labels.values(), *([value] if slash else ())]
+def _label_values(labels: dict[str, str], series: str) -> list[str]:
+    _, value, priority = split_series(series)
+    own = labels | {"priority": priority} if priority else labels
+    return [*own.values(), *value.split()]
 
 
 def _with_aliases(of_engine: Mapping[str, _T]) -> dict[str, _T]:

@@ -1,7 +1,8 @@
 """Every metric that jserve knows by name, one line of data each: SGLang's, then its own.
 
-A series is named `family` or `family/value`, the value being that of the family's extra label.
-What an engine sends beyond this table is shown too, with a scheduler's labels.
+A series is named `family` or `family/value`, the value being that of the family's extra label;
+behind it there may be a priority (priority.py). What an engine sends beyond this table is shown
+too, with a scheduler's labels.
 """
 
 from __future__ import annotations
@@ -29,20 +30,22 @@ _TOKENS = (
     *(35_000, 40_000, 60_000, 80_000, 100_000, 200_000, 400_000, 600_000, 800_000, 1_000_000),
 )
 _EVICTION = (*(n / 1000 for n in range(1, 11)), 0.02, 0.03, 0.04, 0.05, 0.1, 0.2, 0.5, 1)
+_GRAMMAR = (0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 90, 120, 240)
 _STAGE = tuple(0.001 * 1.62**n for n in range(30))
 _SPAN = tuple(base * 10.0**power for power in range(-6, 3) for base in (1, 2, 5))  # 1 µs … 500 s
 _SHORT = _SPAN[:-6]  # … 5 s
 _LENGTHS = tuple(2**n - 1 for n in range(32))  # as cache/counters.py counts them
 
 #: Who observes a metric, and with which labels: a request in the API process, the engine's
-#: scheduler, or its cache.
-Source = Literal["request", "scheduler", "cache"]
+#: scheduler, its cache, or the HTTP server.
+Source = Literal["request", "scheduler", "cache", "http"]
 _STREAMING = ("is_streaming", ("true", "false"))
 _NOTHING: tuple[str, tuple[str, ...]] = ("", ())
 
 
 class Family(NamedTuple):
-    """`label`: the name of the extra label and the values it has from the start."""
+    """`label`: the name of the extra label, or some with blanks between, and the values that there
+    are from the start."""
 
     source: Source
     about: str
@@ -57,8 +60,12 @@ class Family(NamedTuple):
 #: Names that end in _total are counters, those with bounds histograms, the others gauges.
 FAMILIES: Mapping[str, Family] = {
     # requests, as clients see them
-    "num_requests_total": Family("request", "Requests that ended.", _STREAMING),
-    "num_aborted_requests_total": Family("request", "Requests that were aborted."),
+    "num_requests_total": Family(
+        "request", "Requests that ended, in whichever way; without those refused.", _STREAMING
+    ),
+    "num_aborted_requests_total": Family(
+        "request", "Those of them that were aborted, by a client or by the engine."
+    ),
     "prompt_tokens_total": Family("request", "Prompt tokens of ended requests.", _STREAMING),
     "generation_tokens_total": Family("request", "Generated tokens.", _STREAMING),
     "cached_tokens_total": Family(
@@ -79,6 +86,13 @@ FAMILIES: Mapping[str, Family] = {
         "request", "Prompt tokens computed.", _NOTHING, _TOKENS
     ),
     "generation_tokens_histogram": Family("request", "Output length.", _NOTHING, _TOKENS),
+    # grammars, on their way to the engine
+    "num_grammar_total": Family("request", "Requests whose answers follow a grammar."),
+    "num_grammar_cache_hit_total": Family("request", "Grammars that were compiled already."),
+    "num_grammar_timeout_total": Family("request", "Compilations that took too long."),
+    "num_grammar_aborted_total": Family("request", "Requests that ended before they had theirs."),
+    "num_grammar_queue_reqs": Family("request", "Requests that wait for theirs."),
+    "grammar_compilation_time_seconds": Family("request", "One compilation.", _NOTHING, _GRAMMAR),
     # scheduler
     "queue_time_seconds": Family("scheduler", "Arrival to admission.", _NOTHING, _QUEUE),
     "per_stage_req_latency_seconds": Family(
@@ -88,6 +102,8 @@ FAMILIES: Mapping[str, Family] = {
         _STAGE,
     ),
     "num_retracted_requests_total": Family("scheduler", "Retractions for want of pages."),
+    "num_retracted_input_tokens_total": Family("scheduler", "Prompt tokens of those."),
+    "num_retracted_output_tokens_total": Family("scheduler", "Tokens that they had generated."),
     "realtime_tokens_total": Family(
         "scheduler",
         "Tokens as they are processed.",
@@ -120,6 +136,14 @@ FAMILIES: Mapping[str, Family] = {
     # cache
     "evicted_tokens_total": Family("cache", "KV tokens evicted."),
     "eviction_duration_seconds": Family("cache", "One eviction.", _NOTHING, _EVICTION),
+    # HTTP
+    "http_requests_total": Family("http", "Requests that came.", ("endpoint method", ())),
+    "http_responses_total": Family(
+        "http", "Their answers, at their end.", ("endpoint status_code method", ())
+    ),
+    "http_requests_active": Family(
+        "http", "Requests whose answer has not ended.", ("endpoint method", ())
+    ),
     # from here on names are jserve's own: prompt
     "prompt_template_seconds": Family("request", "Messages to text.", _NOTHING, _SHORT),
     "prompt_tokenize_seconds": Family("request", "Text to ids.", _NOTHING, _SHORT),
@@ -147,6 +171,12 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "bucket_padded_tokens_total": Family(
         "scheduler", "Tokens of steps, padded.", ("kind", ("decode", "mixed"))
+    ),
+    "grammar_rows_masked_total": Family("scheduler", "Draws that a grammar bound."),
+    "grammar_failures_total": Family(
+        "scheduler",
+        "Answers that a grammar could not bring to an end.",
+        ("kind", ("token", "nothing", "length")),
     ),
     # output
     "output_mask_seconds": Family("scheduler", "Fill grammar masks.", _NOTHING, _SHORT),

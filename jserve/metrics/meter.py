@@ -6,22 +6,22 @@ import dataclasses
 from collections.abc import Callable
 
 from jserve.metrics.timing import UNTIMED, Timing
-from jserve.types import Delta, Times
+from jserve.types import Delta, FinishReason, Submit, Times
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Meter:
-    """Safe from any thread. `streaming`: whether the client gets tokens as they come."""
+    """Safe from any thread. Each is told the Submit of the sequence."""
 
     timing: Timing = UNTIMED
-    #: (streaming, times): a sequence has its first token.
-    first_token: Callable[[bool, Times], None] = lambda streaming, times: None
-    #: (count, seconds): `count` ≥ 1 tokens came `seconds` after the output before.
-    tokens: Callable[[int, float], None] = lambda count, seconds: None
-    #: (streaming, the last Delta, tokens generated, times): a sequence ended by itself.
-    finished: Callable[[bool, Delta, int, Times], None] = lambda *sequence: None
-    #: A sequence was aborted, by its client or by the engine.
-    aborted: Callable[[], None] = lambda: None
+    #: (…, times): it has its first token.
+    first_token: Callable[[Submit, Times], None] = lambda submit, times: None
+    #: (…, count, seconds): `count` ≥ 1 tokens came `seconds` after the output before.
+    tokens: Callable[[Submit, int, float], None] = lambda submit, count, seconds: None
+    #: (…, why, the last Delta, tokens generated, times): it is over, also if its client has left.
+    finished: Callable[[Submit, FinishReason, Delta, int, Times], None] = lambda *sequence: None
+    #: (series, amount): a counter or gauge of this process changes.
+    count: Callable[[str, int], None] = lambda series, amount: None
 
 
 NO_METER = Meter()

@@ -20,6 +20,8 @@ def allow_everything(
 def pad_mask(mask: np.ndarray, rows: int) -> np.ndarray:
     """A mask [n, …] as [rows, …]; padding allows everything."""
     assert mask.dtype == np.int32 and len(mask) <= rows, f"{mask.dtype=} {mask.shape=} {rows=}"
+    if len(mask) == rows:
+        return mask
     packed = np.full((rows, mask.shape[1]), -1, np.int32)
     packed[: len(mask)] = mask
     return packed

@@ -50,6 +50,7 @@ def assemble(
         group_new_pages=tuple(group.of[new_pages] for group in cache.groups),
         full_sampler=bool(table.full_sampler[sampling].any()),
         logprobs=bool(table.logprobs[sampling].any()),
+        constrained=bool(table.constrained[sampling].any()),
         edits=tuple(c.edit for c in chunks if c.edit is not None),
         score=score,
         rows=(*decode.rows, *(c.row for c in chunks)),

@@ -18,6 +18,8 @@ from jserve.types import Abort, FinishReason
 #: and sets the new-token ratio anew for them.
 RETRACT_STEPS = 20
 
+_OUT_OF_MEMORY = "The KV cache is out of memory for the last request."
+
 #: Who stays longest when pages run out, by --retraction-policy: the greatest goes first.
 RETRACTION_ORDERS: dict[str, Callable[[Row], tuple[int, ...]]] = {
     "length": lambda row: (-len(row.request.output_ids), len(row.request.prompt)),
@@ -65,8 +67,7 @@ def make_room(
         elif table.planned[row.slot] > len(row.request.output_ids):
             return (), slots[:0], ratio  # the token in flight may end it
         else:
-            message = "The KV cache is out of memory for the last request."
-            abort(roster, row.request, JserveError(message))
+            abort(roster, row.request, JserveError(_OUT_OF_MEMORY))
         rows, slots = roster.live_rows()
     if left:
         longest = sum(row.request.limit for row in left)
@@ -80,11 +81,11 @@ def requeue_residents(roster: Roster) -> None:
     residents = roster.residents
     roster.waiting = [request for request in roster.waiting if request.row is None]  # amid a plan
     for row in residents:
-        _wait_again(roster, row)
+        wait_again(roster, row)
     roster.free_slots[:] = range(roster.settings.num_slots - 1, -1, -1)  # one that was lost, too
     for row in residents:
         row.request.num_resets += 1
-        if row.request.num_resets > 1:
+        if row.request.num_resets > 1 and row.request.rid in roster.requests:
             message = "The device failed twice while this request was running."
             abort(roster, row.request, JserveError(message))
 
@@ -93,7 +94,7 @@ def requeue(roster: Roster, cache: CacheManager, row: Row) -> None:
     """Take a request off the device; later it draws the same tokens again. Of its KV the tree keeps
     the prompt, or what it had when it came."""
     cache.release(row.lease)
-    _wait_again(roster, row)
+    wait_again(roster, row)
     row.request.num_retractions += 1
 
 
@@ -114,10 +115,15 @@ def _retract(roster: Roster, cache: CacheManager, row: Row, evict: int) -> None:
     totals["num_retracted_output_tokens_total"] += len(request.output_ids)
 
 
-def _wait_again(roster: Roster, row: Row) -> None:
-    """A request that has lost its slot waits at its old place."""
+def wait_again(roster: Roster, row: Row) -> None:
+    """A request that has lost its slot waits at its old place. One that filled the whole pool would
+    wait for ever: the token that it drew last would need KV now.
+    """
+    request = row.request
     roster.vacate(row)
-    roster.queue(row.request)
+    roster.queue(request)
     roster.full = False
-    if row.request.logprobs is not None:
-        row.request.logprobs.restart()
+    if request.logprobs is not None:
+        request.logprobs.restart()
+    if len(request.prompt) + len(request.output_ids) > roster.capacity:
+        abort(roster, request, JserveError(_OUT_OF_MEMORY))

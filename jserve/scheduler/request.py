@@ -15,6 +15,7 @@ import numpy as np
 
 from jserve.cache.manager import Lease
 from jserve.cache.radix import Namespace
+from jserve.grammar.constraint import Constraint
 from jserve.plan import SlotSampling
 from jserve.scheduler.logprobs import Logprobs
 from jserve.scheduler.refusal import misfit, unknown_ids
@@ -47,9 +48,11 @@ class Request:
     num_chunks: int = 0  # committed
     cached_tokens: int = 0  # at the first admission
     num_retractions: int = 0
+    num_forced: int = 0  # output tokens without a draw of their own: see jump.py
     num_resets: int = 0  # failed launches it was part of
     prefill_finished: float = 0.0
     num_sent: int = 0  # output tokens that Deltas have carried
+    constraint: Constraint | None = None  # once a step has asked for its mask
 
     @property
     def rid(self) -> str:
@@ -120,7 +123,7 @@ class Request:
     def delta(self, finish: FinishReason | None = None) -> Delta:
         """What it gained since its last Delta; marks it as sent."""
         new_ids, logprobs = self.output_ids[self.num_sent :], self.logprobs
-        self.num_sent = len(self.output_ids)
+        self.num_sent, undrawn = len(self.output_ids), self.num_retractions + self.num_forced
         return Delta(
             rid=self.submit.rid,
             turn=self.submit.turn,
@@ -134,7 +137,7 @@ class Request:
             input_logprobs=None if logprobs is None else logprobs.take_scores(),
             queue_time=self.queue_time,
             cache_seconds=self.cache_seconds,
-            num_steps=self.num_chunks + max(len(self.output_ids) - 1 - self.num_retractions, 0),
+            num_steps=self.num_chunks + max(len(self.output_ids) - 1 - undrawn, 0),
             prefill_finished=self.prefill_finished,
             ended=0.0 if finish is None else time.time(),
         )

@@ -43,6 +43,7 @@ class Roster:
         self.paused_at: float | None = None  # since then nothing is planned
         self.num_in_flight = 0  # launches that were planned and not committed
         self.settings, self.clock = settings, clock
+        self.capacity = cache.total_pages * settings.page_size  # tokens
         self._cache = cache
         self._observe = cache.counters.timing.observe
         self._seeds = np.random.default_rng(settings.seed % 2**63)
@@ -178,6 +179,7 @@ class SlotTable:
         self.reserve_all = np.zeros(num_slots, bool)  # ignore_eos: it will use its whole limit
         self.full_sampler = np.zeros(num_slots, bool)
         self.logprobs = np.zeros(num_slots, bool)
+        self.constrained = np.zeros(num_slots, bool)
 
     def fill(self, row: Row) -> None:
         """A request moves in; its first chunk sets `kv_len`."""
@@ -188,6 +190,7 @@ class SlotTable:
         self.reserve_all[slot] = request.submit.sampling.ignore_eos
         self.full_sampler[slot] = request.needs_full_sampler
         self.logprobs[slot] = request.logprobs is not None
+        self.constrained[slot] = request.submit.grammar is not None
 
     def expected(self, slots: np.ndarray, ratio: float) -> np.ndarray:
         """float64[·] of each row in `slots` the tokens that it is expected to need still."""

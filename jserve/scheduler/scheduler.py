@@ -19,6 +19,7 @@ from jserve.errors import RequestError
 from jserve.plan import SampledLogprobs, StepOutcome, StepPlan
 from jserve.scheduler.admission import Admission, prompt_budget
 from jserve.scheduler.assembly import assemble
+from jserve.scheduler.by_priority import make_measure
 from jserve.scheduler.integrity import check_slots
 from jserve.scheduler.interruption import make_room
 from jserve.scheduler.policy import POLICIES
@@ -28,7 +29,6 @@ from jserve.scheduler.roster import Roster
 from jserve.scheduler.rows import NO_DECODE, Chunk, DecodeRows
 from jserve.scheduler.scoring import keep_scores, plan_scores
 from jserve.scheduler.sliding import WindowBudget
-from jserve.scheduler.statistics import measure
 from jserve.scheduler.supervisor import Supervisor
 from jserve.scheduler.upkeep import make_upkeep
 from jserve.types import Delta, FinishReason, Submit
@@ -53,12 +53,13 @@ class Scheduler:
         self._shuffles = np.random.default_rng((settings.seed + 1) % 2**63)
         self._initial_ratio = min(0.7 * settings.schedule_conservativeness, 1.0)
         self._ratio = self._initial_ratio  # of their limits that running requests will use
-        self._num_arrived = self._step = 0
-        self._hit_rate = 0.0
+        self._num_arrived, self._step, self._hit_rate = 0, 0, 0.0
+        self._measure = make_measure(cache, self._roster)
         self._upkeep = make_upkeep(self._roster, cache, lambda: self._ratio)
-        self.drain, outside = self._roster.drain, Supervisor(self._roster, cache)
+        outside = Supervisor(self._roster, cache, self._accept)
         self.abort, self.pause, self.resume = outside.abort, outside.pause, outside.resume
-        self.flush_cache = outside.flush_cache
+        self.finish, self.count, self.jump = outside.finish, outside.count, outside.jump
+        self.drain, self.flush_cache = self._roster.drain, outside.flush_cache
         self.reset_device, self.rebuild = outside.reset_device, outside.rebuild
 
     @property
@@ -80,7 +81,7 @@ class Scheduler:
         """Queue one sequence; RequestError when it can never run, QueueFullError when too many."""
         if submit.rid in self._roster.requests:
             raise RequestError(f"rid {submit.rid!r} is in use by an unfinished request.", "rid")
-        capacity, now = self.cache.total_pages * self.settings.page_size, self._roster.clock()
+        capacity, now = self._roster.capacity, self._roster.clock()
         request = make_request(submit, self.settings, capacity, self._num_arrived, now)
         request.rank = self._rank(submit.priority)
         most = self.settings.max_queued
@@ -136,7 +137,7 @@ class Scheduler:
     def stats(self) -> dict[str, float]:
         """Gauges and counters under the contract's metric names, without prefix."""
         own = {"cache_hit_rate": self._hit_rate, "new_token_ratio": self._ratio}
-        return {**measure(self.cache, self._roster), **own, "steps_total": self._step}
+        return {**self._measure(), **own, "steps_total": self._step}
 
     def check_integrity(self) -> None:
         """Raise AssertionError when a page, a lock or a slot has no owner or two."""
@@ -180,7 +181,7 @@ class Scheduler:
             settings.page_size,
             input_left=settings.max_prefill_tokens - num_decode,
             requests_left=settings.prefill_max_requests or settings.num_slots,
-            chunk_left=prompt_budget(settings, num_decode),
+            chunk_left=prompt_budget(settings, num_decode, len(roster.waiting) - (row is None)),
             reserved=float(table.expected(slots, self._ratio).sum()),
             alone=not roster.residents,
             windows=[WindowBudget.of(g, table, slots, self._ratio) for g in self.cache.groups],

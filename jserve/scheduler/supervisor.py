@@ -4,23 +4,41 @@ start over when the device or the cache has failed. Decides nothing about who ru
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from jserve.cache.manager import CacheManager
 from jserve.scheduler.interruption import abort_requests, requeue_residents
+from jserve.scheduler.jump import Accept, append_forced
 from jserve.scheduler.pause import begin_pause, end_pause
+from jserve.scheduler.request import Request
 from jserve.scheduler.roster import Roster
-from jserve.types import Abort, Delta
+from jserve.types import Abort, Delta, FinishReason
 
 
 class Supervisor:
     """Its methods are Scheduler's."""
 
-    def __init__(self, roster: Roster, cache: CacheManager) -> None:
-        self._roster = roster
-        self._cache = cache
+    def __init__(self, roster: Roster, cache: CacheManager, accept: Accept) -> None:
+        self._roster, self._cache = roster, cache
+        self._accept = accept
 
     def abort(self, abort: Abort) -> None:
         """End the requests that it names; their pages and slots are free at once."""
         abort_requests(self._roster, abort)
+
+    def finish(self, request: Request, finish: FinishReason) -> None:
+        """End one for a reason that was found outside. It is not over."""
+        self._roster.totals["num_aborted_requests_total"] += finish.type == "abort"
+        self._roster.end(request, finish)
+
+    def jump(self, request: Request, tokens: Sequence[int]) -> None:
+        """Give one that runs tokens which nobody has drawn."""
+        append_forced(self._roster, self._cache, self._accept, request, tokens)
+
+    def count(self, name: str, times: int) -> None:
+        """Add to one of the totals."""
+        totals = self._roster.totals
+        totals[name] = totals.get(name, 0) + times
 
     def flush_cache(self) -> bool:
         """Forget all prefixes; refused (False) while there is a request, in a pause one with KV."""

@@ -9,5 +9,5 @@ TOTALS = (
     *("num_prefill_chunks_total", "num_chunked_requests_total", "num_retracted_requests_total"),
     *("num_retracted_input_tokens_total", "num_retracted_output_tokens_total"),
     *("num_preempted_requests_total", "num_waiting_timeouts_total", "num_running_timeouts_total"),
-    "integrity_failures_total",
+    *("integrity_failures_total", "num_jump_forward_tokens_total", "grammar_rows_masked_total"),
 )

@@ -25,12 +25,16 @@ from jserve.server.chat import ChatRoutes
 from jserve.server.completions import CompletionRoutes
 from jserve.server.exchange import Serving
 from jserve.server.guard import Guard
+from jserve.server.http_metrics import HttpMetrics
+from jserve.server.listener import check_early, listen
 from jserve.server.loads import LoadRoutes
 from jserve.server.log_control import LogRoutes
 from jserve.server.models import ModelRoutes
 from jserve.server.native import NativeRoutes
 from jserve.server.pause import PauseRoutes
+from jserve.server.query import with_query
 from jserve.server.replies import error_response
+from jserve.server.thinking import thinking
 
 _logger = logging.getLogger("jserve.server")
 
@@ -38,6 +42,10 @@ _TICK = 0.01  # seconds between looks at the HTTP server's start
 _POLL = 0.25  # and at the engine
 _DRAIN = 1.0  # seconds for open requests to get their error when the engine is dead
 _READY = "The server is fired up and ready to roll!"
+#: What a route takes in its query string; the others take nothing.
+_QUERIES = {"/flush_cache": ("timeout",), "/v1/loads": ("dp_rank", "include", "format")}
+#: Load balancers may ask them with what they like.
+_PROBES = ("/", "/health /ready", "/health_generate")
 _GRACE = 5  # seconds for open requests to finish after SIGTERM; then they end with an error
 
 
@@ -49,9 +57,11 @@ def create_app(engine: Engine, config: Config) -> FastAPI:
 def serve(config: Config) -> None:
     """Serve until SIGINT or SIGTERM. Answers 503 while the model loads.
 
-    Raises what the engine's start-up raises, EngineDeadError when it ends later, SystemExit when
-    the port is taken.
+    Raises ConfigError, before it listens, for a port that is taken and what else is known to be
+    wrong by then; later what the engine's start-up raises, and EngineDeadError when it ends.
     """
+    check_early(config)
+    listener = listen(config.server.host, config.server.port)
     level, form = config.server.log_level.upper(), "[%(asctime)s] %(message)s"
     logging.basicConfig(level=level, format=form, datefmt="%Y-%m-%d %H:%M:%S")
     serving = Serving(config)
@@ -71,7 +81,6 @@ def serve(config: Config) -> None:
     # uvicorn raises the signal that stopped it once more; handled here too, so that the exit is 0.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, server.handle_exit)
-    listener = options.bind_socket()
     with asyncio.Runner(loop_factory=options.get_loop_factory()) as runner:
         runner.run(_supervise(serving, server, listener))
 
@@ -132,7 +141,7 @@ def _build_app(serving: Serving) -> FastAPI:
     loads, logs = LoadRoutes(serving), LogRoutes(serving)
     models, native, pausing = ModelRoutes(serving), NativeRoutes(serving), PauseRoutes(serving)
     routes = [
-        ("/v1/chat/completions", ChatRoutes(serving).chat, "POST"),
+        ("/v1/chat/completions", ChatRoutes(serving, *thinking(serving)).chat, "POST"),
         ("/v1/completions", CompletionRoutes(serving).completions, "POST"),
         ("/v1/models", models.models, "GET"),
         ("/v1/models/{model:path}", models.model, "GET"),
@@ -154,8 +163,11 @@ def _build_app(serving: Serving) -> FastAPI:
         ("/configure_logging", logs.configure, "POST"),
     ]
     if serving.config.server.enable_metrics:
+        app.add_middleware(HttpMetrics, serving=serving, routes=app.routes)
         routes.append(("/metrics", native.metrics, "GET"))
     for paths, handler, methods in routes:
+        if "GET" in methods and paths not in _PROBES:  # who takes a body checks it there
+            handler = with_query(handler, _QUERIES.get(paths, ()))
         for path in paths.split():
             app.add_api_route(path, handler, methods=methods.split(), response_model=None)
     return app

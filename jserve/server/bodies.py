@@ -48,6 +48,13 @@ class OpenAIBody(Body):
     extra_key: Name | None = None
     cache_salt: Name | None = None
     priority: Int | None = None
+    response_format: dict[str, Any] | None = None
+    json_schema: str | dict[str, Any] | bool | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    choices: list[str] = field(default_factory=list)
+    json_object: bool = False
     user: str = ""  # accepted
     metadata: dict[str, str] = field(default_factory=dict)  # accepted
 
@@ -63,10 +70,10 @@ class ChatBody(OpenAIBody):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     return_prompt_token_ids: bool = False
-    # Accepted: without tools and reasoning there is nothing to split; keys and ids are hints.
-    parallel_tool_calls: bool = True
     separate_reasoning: bool = True
     stream_reasoning: bool = True
+    # Accepted: without tools there is nothing to split; keys and ids are hints.
+    parallel_tool_calls: bool = True
     prompt_cache_key: str = ""
     prompt_cache_retention: str = ""
     safety_identifier: str = ""

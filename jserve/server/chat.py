@@ -22,6 +22,8 @@ from jserve.server.ids import check_ids
 from jserve.server.logprobs import chat_logprobs, check_top
 from jserve.server.parts import joined_text
 from jserve.server.protocol import convert, decode
+from jserve.server.thinking import Think
+from jserve.server.unusable import bad_message, unusable
 from jserve.tokenizer.tokenizer import Tokenizer
 from jserve.types import LogprobParams, Output
 
@@ -30,8 +32,8 @@ _RESERVED = {"add_generation_prompt", "continue_final_message", "messages", "sel
 
 
 class ChatRoutes:
-    def __init__(self, serving: Serving) -> None:
-        self._serving = serving
+    def __init__(self, serving: Serving, think: Think = lambda _, *given: given) -> None:
+        self._serving, self._think = serving, think
 
     async def chat(self, request: Request) -> Response:
         serving, engine, begun = self._serving, self._serving.engine, origin(request)
@@ -46,7 +48,7 @@ class ChatRoutes:
         else:
             ids = check_ids("input_ids", body.input_ids, engine.model_config.vocab_size)
         asked = openai.requests(body, [ids], sampling, logprobs, begun)
-        shape = ChatShape(body, engine.tokenizer)
+        asked, shape = self._think(body, asked, ChatShape(body, engine.tokenizer))
         return await openai.respond(request, serving, body, asked, shape)
 
 
@@ -56,21 +58,17 @@ async def prompt_ids(
     continue_final_message: bool,
     variables: Mapping[str, Any],
     size: int,
+    begin_answer: bool = True,
 ) -> list[int]:
     """Messages of about `size` bytes through the chat template. Raises RequestError."""
     messages = [_template_message(one, f"messages[{i}]") for i, one in enumerate(fields)]
-    if not messages:
-        raise RequestError("messages must hold at least one message.", "messages")
-    if continue_final_message and messages[-1]["role"] != "assistant":
-        message = "continue_final_message needs a last message of role assistant."
-        raise RequestError(message, "continue_final_message")
-    if taken := _RESERVED & variables.keys():
-        name = f"chat_template_kwargs.{min(taken)}"
-        raise RequestError(f"{name} cannot be set this way.", name)
+    taken, last = _RESERVED & variables.keys(), messages[-1]["role"] if messages else ""
+    if not messages or taken or (continue_final_message and last != "assistant"):
+        raise unusable(messages, taken)
     render = functools.partial(
         tokenizer.apply_chat_template,
         messages,
-        add_generation_prompt=not continue_final_message,
+        add_generation_prompt=begin_answer and not continue_final_message,
         continue_final_message=continue_final_message,
         **variables,
     )
@@ -81,10 +79,8 @@ def _template_message(fields: dict[str, Any], at: str) -> dict[str, Any]:
     """A checked message as the template sees it; a developer message is a system message."""
     message = convert(fields, Message, at)
     role, content = message.role, message.content
-    if role in ("tool", "function"):
-        raise RequestError(f"{at}.role: role {role} is not supported yet.", f"{at}.role")
-    if content is None and role != "assistant":
-        raise RequestError(f"{at}.content is required.", f"{at}.content")
+    if role in ("tool", "function") or (content is None and role != "assistant"):
+        raise bad_message(role, at)
     if isinstance(content, list):
         content = joined_text(content, f"{at}.content")
     rendered = {"role": "system" if role == "developer" else role, "content": content or ""}

@@ -21,6 +21,7 @@ from jserve.engine.engine import Engine
 from jserve.errors import EngineDeadError, RequestError, TooLargeError
 from jserve.metrics.timing import Timing
 from jserve.server.outputs import Outputs
+from jserve.server.query import check_query
 from jserve.server.replies import error_event
 from jserve.types import GenerateRequest
 
@@ -59,7 +60,9 @@ def origin(request: Request) -> dict[str, Any]:
 
 
 async def read_body(request: Request) -> bytes:
-    """The body of a JSON request. Raises RequestError (another type) or TooLargeError."""
+    """The body of a JSON request. Raises RequestError (another type, a query) or TooLargeError."""
+    if request.scope["query_string"]:
+        check_query(request)
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     json_kind = kind == "application/json" or kind.endswith("+json")
     if not json_kind and (kind or request.url.path.startswith("/v1")):

@@ -56,9 +56,10 @@ class GenerateBody(Body):
     cache_salt: str | list[str | None] | None = None
     priority: Int | list[Int | None] | None = None
     external_trace_header: dict[str, str] = field(default_factory=dict)  # its traceparent
-    # Accepted: hints to routers and loggers.
     log_metrics: bool = True
     no_logs: bool = False
+    require_reasoning: bool = False
+    # Accepted: hints to routers.
     background: bool = False
     routing_key: str = ""
     conversation_id: str = ""
@@ -74,6 +75,7 @@ class TokenizeBody(Body):
     prompt: str | list[str] | None = None
     messages: list[dict[str, Any]] = field(default_factory=list)
     add_special_tokens: bool = True
+    add_generation_prompt: bool = True  # messages end with the beginning of an answer
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
@@ -137,6 +139,8 @@ class NativeRoutes:
             sampling=SamplingParams(max_new_tokens=1, temperature=0.0),
             input_ids=[0],
             rid=f"HEALTH_CHECK_{uuid.uuid4().hex}",
+            log_metrics=False,
+            no_logs=True,
         )
 
         async def answered() -> None:
@@ -166,7 +170,7 @@ class NativeRoutes:
             "preferred_sampling_params": None,
             "weight_version": "default",
             "load_format": options.load_format,
-            "reasoning_parser": None,
+            "reasoning_parser": self._serving.config.server.reasoning_parser,
             "tool_call_parser": None,
             "disaggregation_mode": "null",
             "has_image_understanding": False,
@@ -188,6 +192,8 @@ class NativeRoutes:
 
     async def flush_cache(self, request: Request) -> Response:
         """200 when flushed, 400 when the engine is busy for longer than `timeout` seconds."""
+        if (await request.body()).strip() not in (b"", b"{}"):
+            raise RequestError("/flush_cache takes no body; timeout goes into the query string.")
         text = request.query_params.get("timeout", "0")
         try:
             timeout = float(text)
@@ -216,7 +222,8 @@ class NativeRoutes:
             raise RequestError("exactly one of prompt and messages is required.", "prompt")
         if body.prompt is None:
             options = (body.continue_final_message, body.chat_template_kwargs, len(raw))
-            tokens = await prompt_ids(tokenizer, body.messages, *options)
+            begin = body.add_generation_prompt
+            tokens = await prompt_ids(tokenizer, body.messages, *options, begin)
         elif isinstance(body.prompt, str):
             tokens = await asyncio.to_thread(tokenizer.encode, body.prompt, body.add_special_tokens)
         else:
@@ -282,6 +289,9 @@ def _requests(body: GenerateBody) -> tuple[list[GenerateRequest], bool]:
         extra_key=body.extra_key,
         cache_salt=body.cache_salt,
         priority=body.priority,
+        log_metrics=body.log_metrics,
+        no_logs=body.no_logs,
+        require_reasoning=body.require_reasoning,
     )
 
 

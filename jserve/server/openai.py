@@ -21,6 +21,7 @@ from jserve.server.bodies import OpenAIBody
 from jserve.server.exchange import Serving, stream_response
 from jserve.server.ids import given_rids
 from jserve.server.replies import sse
+from jserve.server.syntax import answer_syntax
 from jserve.server.usage import StreamOptions, usage
 from jserve.types import GenerateRequest, LogprobParams, Output, SamplingParams
 
@@ -41,6 +42,8 @@ def sampling(body: OpenAIBody, limit: int | None, defaults: Mapping[str, Any]) -
         value = defaults.get(name) if given is None else given
         return last if value is None else value
 
+    syntax = [body.response_format, body.json_schema, body.regex, body.ebnf, body.structural_tag]
+    constrained = any((*syntax, body.choices, body.json_object, body.json_schema == {}))
     # generation_config.json writes 0 for "all".
     top_k = -1 if body.top_k is None and defaults.get("top_k") == 0 else body.top_k
     return SamplingParams(
@@ -62,6 +65,7 @@ def sampling(body: OpenAIBody, limit: int | None, defaults: Mapping[str, Any]) -
         sampling_seed=body.seed,
         skip_special_tokens=body.skip_special_tokens,
         no_stop_trim=body.no_stop_trim,
+        **(answer_syntax(body) if constrained else {}),
     )
 
 

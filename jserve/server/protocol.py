@@ -48,4 +48,4 @@ def convert(fields: Mapping[str, Any], body: type[_BodyT], at: str = "") -> _Bod
     try:
         return msgspec.convert(known, body, strict=True, str_keys=True)
     except msgspec.ValidationError as error:
-        raise malformed.field_error(error, at, body.__struct_fields__) from None
+        raise malformed.field_error(error, at, body) from None

@@ -23,9 +23,8 @@ _EVERYWHERE = (
 )
 _OPENAI = (
     _EVERYWHERE
-    | _refused("regex ebnf json_schema structural_tag custom_params")
+    | _refused("custom_params")
     | _refused("return_cached_tokens_details return_spec_tokens_details")
-    | _refused("response_format", {"type": "text"})
 )
 COMPLETION = _OPENAI | _refused("suffix")
 CHAT = (
@@ -42,7 +41,7 @@ GENERATE = (
     | _refused("bootstrap_pair_key decode_tp_size kv_hints lora_id input_embeds image_data")
     | _refused("video_data audio_data modalities mm_hashes mm_content_hashes use_audio_in_video")
     | _refused("video_config return_indexer_topk return_sampling_mask sampling_logprobs_mode")
-    | _refused("return_entropy return_flat_raw_top_logprobs require_reasoning max_thinking_tokens")
+    | _refused("return_entropy return_flat_raw_top_logprobs max_thinking_tokens")
     | _refused("routed_experts_start_len", 0)
 )
 

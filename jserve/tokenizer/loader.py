@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 from jserve.metrics.timing import UNTIMED, Timing
 from jserve.tokenizer.sources import find_source
 from jserve.tokenizer.tokenizer import Tokenizer
 from jserve.weights.checkpoint import Checkpoint
+
+_ONE_AT_A_TIME = threading.Lock()  # transformers imports its parts as they are named
 
 
 def load_tokenizer(
@@ -14,5 +18,6 @@ def load_tokenizer(
     chat_template: str | None = None,
     timing: Timing = UNTIMED,
 ) -> Tokenizer:
-    """As sources.find_source finds it; ConfigError when there is none."""
-    return Tokenizer(find_source(checkpoint, tokenizer_path, chat_template), timing)
+    """As sources.find_source finds it; ConfigError when there is none. From any thread."""
+    with _ONE_AT_A_TIME:
+        return Tokenizer(find_source(checkpoint, tokenizer_path, chat_template), timing)

@@ -2,7 +2,7 @@
 two processes. Pure data; imports neither jax nor any other room but errors.
 """
 
-from jserve.types.grammar import CompiledSpec, GrammarSpec
+from jserve.types.grammar import CompiledSpec, GrammarSpec, Thinking
 from jserve.types.logprobs import (
     MAX_LOGPROB_IDS,
     MAX_TOP_LOGPROBS,
@@ -62,6 +62,7 @@ __all__ = [
     "RopeConfig",
     "SamplingParams",
     "Submit",
+    "Thinking",
     "Times",
     "ToEngine",
     "TokenLogprobs",

@@ -17,3 +17,13 @@ class CompiledSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     spec: GrammarSpec
     payload: bytes
+
+
+class Thinking(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of an answer that come before its grammar: up to and with the run `end`.
+
+    `begin` is the token that the answer must open them with; None where they have begun already.
+    """
+
+    end: tuple[int, ...]
+    begin: int | None = None

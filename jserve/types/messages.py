@@ -9,6 +9,7 @@ from typing import Annotated
 
 import msgspec
 
+from jserve.types.grammar import CompiledSpec, Thinking
 from jserve.types.logprobs import LogprobParams, TokenLogprobs
 from jserve.types.sampling import SamplingParams
 
@@ -30,6 +31,8 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
     created: float = 0.0  # time.time() in the API process
     sent: float = 0.0  # … when its prompt was ready
     turn: int = 0  # tells uses of one rid apart; its Deltas carry it
+    grammar: CompiledSpec | None = None  # what its tokens must follow
+    thinking: Thinking | None = None  # … behind this
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
@@ -88,7 +91,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cache_seconds: float = 0.0  # of matching and allocating for it
     num_steps: int = 0  # that it took part in so far
     prefill_finished: float = 0.0  # time.time() when the first token was committed
-    ended: float = 0.0  # … when its finish was decided
+    ended: float = 0.0  # … when its finish was decided; 0: it was refused
 
 
 class Deltas(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -152,6 +155,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     add_special: bool = True
     created: float = 0.0  # time.time() when a server began with it; 0: now
     traceparent: str | None = None  # W3C: the span that it is part of
+    log_metrics: bool = True  # False: no metric of requests counts it
+    no_logs: bool = False  # the log of requests leaves it out
+    require_reasoning: bool = False  # its syntax is that of what follows the thinking
 
 
 class Times(msgspec.Struct, kw_only=True):

@@ -40,3 +40,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     spaces_between_special_tokens: bool = True
     no_stop_trim: bool = False
     stream_interval: int | None = None
+    # what the answer must follow: one of them at most; "" and None are no grammar
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | None = None

@@ -1,4 +1,6 @@
-"""Words for messages about what a caller sent: the name that was meant, and types."""
+"""Words for messages about what a caller sent: the name that was meant, types, and whether a text
+can be written at all.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +21,15 @@ def nearest_name(name: str, known: Collection[str]) -> str | None:
     """The one of `known` that was probably meant by `name`."""
     near = difflib.get_close_matches(name[:100], known, n=1)
     return near[0] if near else None
+
+
+def lone_surrogate(text: str) -> bool:
+    """Whether it holds half of a pair, which no UTF-8 has: Python's texts and JSON's may."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def plain_types(problem: str) -> str:

@@ -125,12 +125,18 @@ def resolve_path(name: str, revision: str | None, weights: bool, flag: str) -> P
     """
     if name in _BUILTIN:
         return _builtin(name)
+    if not is_here(name):
+        return _download(name, revision, weights, flag)
     path = Path(name).expanduser()
-    if path.exists():
-        return path
-    if not _HUB_ID.fullmatch(name) or name.endswith((".gguf", ".json", ".safetensors")):
+    if not path.exists():
         raise ConfigError(f"{flag} {name}: no such file or folder")
-    return _download(name, revision, weights, flag)
+    return path
+
+
+def is_here(name: str) -> bool:
+    """Whether `name` is, or can only be, on this machine: it is no hub id."""
+    looks_local = not _HUB_ID.fullmatch(name) or name.endswith((".gguf", ".json", ".safetensors"))
+    return name in _BUILTIN or looks_local or Path(name).expanduser().exists()
 
 
 def _open_file(path: Path, dummy: bool) -> Checkpoint:
