@@ -116,6 +116,14 @@ def test_hung_compilations_do_not_keep_the_next_one_waiting(make: Make) -> None:
     assert compiler.counts.timeouts == 0
 
 
+def test_many_small_grammars_at_once_go_to_warm_workers_instead_of_new_ones(make: Make) -> None:
+    compiler = make(max_workers=16)
+    compiler.compile(spec("ok")).result(60)
+    futures = [compiler.compile(spec(f"ok {i}")) for i in range(64)]
+    processes = {future.result(60).payload for future in futures}
+    assert len(processes) <= 3, processes
+
+
 def test_when_all_workers_hang_they_give_way_to_one_that_waits(make: Make) -> None:
     compiler = make(max_workers=2, crowded_seconds=0.5)
     hung = [compiler.compile(spec(f"sleep 600 {i}")) for i in range(2)]

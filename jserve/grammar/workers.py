@@ -6,6 +6,7 @@ What they do is a function that talks through a pipe; nothing here knows what is
 from __future__ import annotations
 
 import multiprocessing
+import os
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -18,7 +19,9 @@ from jserve.types import GrammarSpec
 Work = Callable[..., None]
 
 _START_SECONDS = 120.0  # for a worker to import its backend
+_START_TRIES = 3
 _NUM_SPARE = 1  # idle workers that are kept, and started ahead
+_MOST_STARTING = max(2, (os.cpu_count() or 1) // 2)
 
 
 class Worker:
@@ -33,24 +36,21 @@ class Worker:
         )
         self._process.start()
         other.close()
-        self._ready = False
 
     @property
     def alive(self) -> bool:
         return self._process.is_alive()
 
-    def send(self, spec: GrammarSpec) -> None:
-        """Raises EOFError or OSError, as all below, when the process has ended."""
-        if not self._ready:
-            self._ready = self._begun()
-        self._pipe.send((spec.kind, spec.text))
-        self._begun()
-
-    def _begun(self) -> bool:
-        """Wait for the process to import what it needs."""
+    def wait_ready(self) -> None:
+        """Until the process has imported what it needs. Raises EOFError or OSError, as all below,
+        when it has ended."""
         if not self._pipe.poll(_START_SECONDS):
             raise OSError("a worker did not start")
-        return bool(self._pipe.recv())
+        self._pipe.recv()
+
+    def send(self, spec: GrammarSpec) -> None:
+        self._pipe.send((spec.kind, spec.text))
+        self.wait_ready()
 
     def answered(self, seconds: float) -> bool:
         return self._pipe.poll(seconds)
@@ -69,71 +69,105 @@ class Worker:
 
 
 class Workers:
-    """At most `most` at a time, whoever takes them sees to that; an idle one waits for the next."""
+    """At most `most` at a time, whoever takes them sees to that.
+
+    A compilation mostly takes milliseconds, and a new process takes a second of a core: who finds
+    none idle gets the next one that is given back or has started, and few start at a time.
+    """
 
     def __init__(self, work: Work, arguments: tuple[Any, ...], most: int) -> None:
         self._work, self._arguments, self._most = work, arguments, most
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()  # guards all below
         self._idle: list[Worker] = []
         self._busy: set[Worker] = set()
+        self._starting: dict[threading.Thread, Worker | None] = {}
+        self._num_waiting = 0
+        self._num_failed = 0  # starts
         self._closed = False
-        self._refill: threading.Thread | None = None
-        self._start_spare()
+        with self._changed:
+            self._start_some()
 
     def take(self) -> Worker:
-        """An idle worker, or a new one; the next spare is started beside. Raises GrammarError."""
-        with self._lock:
-            if self._closed:
-                raise GrammarError("the engine is shutting down")
-            worker = self._idle.pop() if self._idle else None
-        if worker is not None and not worker.alive:
-            worker.end()
-            worker = None
-        worker = worker or Worker(self._work, self._arguments)
-        with self._lock:
+        """One that is ready; the next spare is started beside. Raises GrammarError."""
+        with self._changed:
+            self._num_waiting += 1
+            try:
+                worker = self._next()
+            finally:
+                self._num_waiting -= 1
             self._busy.add(worker)
-            if self._closed:
-                worker.kill()
-        self._start_spare()
-        return worker
+            self._start_some()
+            return worker
 
     def give(self, worker: Worker, again: bool) -> None:
         """Back to the idle ones, unless there are enough or it has had its day."""
-        with self._lock:
+        with self._changed:
             self._busy.discard(worker)
-            keep = again and not self._closed and len(self._idle) < _NUM_SPARE + 1
-            if keep:
-                self._idle.append(worker)
+            keep = again and self._keep(worker)
         if not keep:
             worker.end()
 
     def close(self) -> None:
         """End the idle ones and kill those that are taken, which must still be given back."""
-        with self._lock:
+        with self._changed:
             self._closed = True
             idle, self._idle = self._idle, []
-            refill = self._refill
-            for worker in self._busy:
-                worker.kill()
+            starting = dict(self._starting)
+            for worker in (*self._busy, *starting.values()):
+                if worker is not None:
+                    worker.kill()
+            self._changed.notify_all()
         for worker in idle:
             worker.end()
-        if refill is not None:
-            refill.join()
+        for thread in starting:
+            thread.join()
 
-    def _start_spare(self) -> None:
-        with self._lock:
-            enough = len(self._idle) >= _NUM_SPARE or len(self._busy) >= self._most
-            if enough or self._closed or self._refill is not None:
-                return
-            self._refill = threading.Thread(target=self._add_spare, name="jserve-grammar-spare")
-            self._refill.start()
+    def _next(self) -> Worker:
+        most_failed = self._num_failed + _START_TRIES
+        while not self._closed:
+            while self._idle:
+                worker = self._idle.pop()
+                if worker.alive:
+                    return worker
+                worker.end()
+            if self._num_failed >= most_failed:
+                raise GrammarError("no worker process stays alive")
+            self._start_some()
+            self._changed.wait()
+        raise GrammarError("the engine is shutting down")
 
-    def _add_spare(self) -> None:
-        worker = Worker(self._work, self._arguments)
-        with self._lock:
-            self._refill = None
-            keep = not self._closed
-            if keep:
-                self._idle.append(worker)
-        if not keep:
+    def _keep(self, worker: Worker) -> bool:
+        if self._closed or len(self._idle) > _NUM_SPARE + self._num_waiting:
+            return False
+        self._idle.append(worker)
+        self._changed.notify()
+        return True
+
+    def _start_some(self) -> None:
+        crowded = len(self._busy) + self._num_waiting >= self._most
+        wanted = self._num_waiting + (0 if crowded else _NUM_SPARE) - len(self._idle)
+        while len(self._starting) < min(wanted, _MOST_STARTING) and not self._closed:
+            thread = threading.Thread(target=self._start, name="jserve-grammar-start")
+            self._starting[thread] = None
+            thread.start()
+
+    def _start(self) -> None:
+        worker: Worker | None = None
+        ready = False
+        try:
+            worker = Worker(self._work, self._arguments)
+            with self._changed:
+                self._starting[threading.current_thread()] = worker
+                if self._closed:
+                    worker.kill()
+            worker.wait_ready()
+            ready = True
+        except (EOFError, OSError):
+            pass  # whoever waits for it tries again
+        with self._changed:
+            del self._starting[threading.current_thread()]
+            self._num_failed += not ready
+            keep = ready and worker is not None and self._keep(worker)
+            self._changed.notify_all()
+        if worker is not None and not keep:
             worker.end()
