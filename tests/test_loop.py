@@ -360,17 +360,17 @@ def test_throughput_is_that_of_the_steps_however_long_the_engine_rested(
     rig.runner._step_seconds = 0.02
     for prompt in ([1] * 100, [2] * 100):  # chunks of 64 and 36
         rig.tick(2)
-        time.sleep(0.5)  # no work
+        time.sleep(1.5)  # no work: counted, it would make 0.01 and 0.12 of the shares below
         rig.submit("a", prompt, 12)
         rig.run_until_finished("a")
         rig.deltas.clear()
     first = 64 / 0.02 / (1 + depth)
     prefill = throughputs(caplog, "Prefill batch")
     shares = [got / want for got, want in zip(prefill, (first, 36 / 0.02) * 2, strict=True)]
-    assert all(0.4 < share < 1.1 for share in shares), prefill  # a busy machine sleeps longer
+    assert all(0.05 < share < 1.1 for share in shares), prefill  # a busy machine sleeps longer
     decode = throughputs(caplog, "Decode batch")
     assert len(decode) == 2  # of 22 steps; the prompts' come on top
-    assert all(0.3 < rate * 0.02 < 1.1 for rate in decode), decode
+    assert all(0.15 < rate * 0.02 < 1.1 for rate in decode), decode
 
 
 def test_messages_cross_processes_in_order_and_wake_the_one_who_waits() -> None:
