@@ -1,0 +1,190 @@
+"""The words of the language: functions that make expressions."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from jserve.lang import choices as methods
+from jserve.lang import ir
+from jserve.lang.choices import ChoicesMethod
+from jserve.lang.errors import ExpressionError
+from jserve.lang.sampling import Sampling, dtype_name
+from jserve.lang.site import caller
+from jserve.parsers.reasoning import check_model_type
+
+
+def gen(
+    name: str | None = None,
+    max_tokens: int | None = None,
+    min_tokens: int | None = None,
+    n: int | None = None,
+    stop: str | Sequence[str] | None = None,
+    stop_token_ids: Sequence[int] | None = None,
+    stop_regex: str | Sequence[str] | None = None,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    min_p: float | None = None,
+    frequency_penalty: float | None = None,
+    presence_penalty: float | None = None,
+    ignore_eos: bool | None = None,
+    return_logprob: bool | None = None,
+    logprob_start_len: int | None = None,
+    top_logprobs_num: int | None = None,
+    return_text_in_logprobs: bool | None = None,
+    dtype: str | type | None = None,
+    choices: Sequence[str] | None = None,
+    choices_method: ChoicesMethod | None = None,
+    regex: str | None = None,
+    json_schema: str | Mapping[str, Any] | None = None,
+) -> ir.Expr:
+    """Text that the model writes here, as variable `name`. What is not given is run()'s.
+
+    Args:
+        dtype: int, float, bool or str (in quotes): text of that form; it wins over `regex`.
+        choices: as `select`.
+        regex, json_schema: the text matches it; a schema may be a dict.
+
+    Raises re.error for a pattern that is none, DtypeError, ExpressionError.
+    """
+    if choices is not None:
+        return select(name, choices, temperature or 0.0, choices_method or _DEFAULT_METHOD)
+    _check_syntax(dtype, regex, json_schema)
+    sampling = Sampling(
+        max_new_tokens=max_tokens,
+        min_new_tokens=min_tokens,
+        n=n,
+        stop=stop,
+        stop_token_ids=stop_token_ids,
+        stop_regex=stop_regex,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+        ignore_eos=ignore_eos,
+        return_logprob=return_logprob,
+        logprob_start_len=logprob_start_len,
+        top_logprobs_num=top_logprobs_num,
+        return_text_in_logprobs=return_text_in_logprobs,
+        dtype=dtype,
+        regex=regex,
+        json_schema=json_schema,
+    )
+    return ir.Gen(name, sampling, caller())
+
+
+def _check_syntax(dtype: Any, regex: str | None, json_schema: Any) -> None:
+    if regex is not None:
+        re.compile(regex)
+    if dtype is not None:
+        kind = dtype_name(dtype)
+        if regex is not None:
+            warnings.warn(f"gen: dtype {kind} wins over regex", stacklevel=3)
+    if json_schema is not None and (regex is not None or dtype is not None):
+        raise ExpressionError("gen: give json_schema, or regex or dtype, not both.")
+
+
+def gen_int(name: str | None = None, max_tokens: int | None = None, **sampling: Any) -> ir.Expr:
+    """gen with dtype int: an integer as text. `sampling`: gen's other parameters of a number."""
+    return _typed("gen_int", int, name, max_tokens, sampling)
+
+
+def gen_string(name: str | None = None, max_tokens: int | None = None, **sampling: Any) -> ir.Expr:
+    """gen with dtype str: a text in quotes."""
+    return _typed("gen_string", str, name, max_tokens, sampling)
+
+
+_NOT_TYPED = {"min_tokens", "dtype", "choices", "choices_method", "regex", "json_schema"}
+
+
+def _typed(
+    what: str, dtype: type, name: str | None, max_tokens: int | None, sampling: dict[str, Any]
+) -> ir.Expr:
+    if wrong := _NOT_TYPED & sampling.keys():
+        raise ExpressionError(f"{what} takes no {min(wrong)}.")
+    return gen(name, max_tokens, dtype=dtype, **sampling)
+
+
+def select(
+    name: str | None = None,
+    choices: Sequence[str] | None = None,
+    temperature: float = 0.0,
+    choices_method: ChoicesMethod = methods.token_length_normalized,
+) -> ir.Expr:
+    """The likeliest of `choices`, as variable `name`. Raises ExpressionError without choices."""
+    if not choices or isinstance(choices, str) or not all(isinstance(c, str) for c in choices):
+        raise ExpressionError(f"select needs a list of texts as choices, got {choices!r}.")
+    return ir.Select(name, tuple(choices), temperature, choices_method, caller())
+
+
+_DEFAULT_METHOD = methods.token_length_normalized
+
+
+def image(expr: Any) -> NoReturn:
+    """Refused: no model with vision is served yet."""
+    raise ExpressionError("image: no model that sees is served; say in words what it shows.")
+
+
+def video(path: Any, num_frames: int = 1) -> NoReturn:
+    """Refused, as `image`."""
+    raise ExpressionError("video: no model that sees is served; say in words what it shows.")
+
+
+def role_expr(role: str, expr: Any = None) -> ir.ExprList:
+    inner = () if expr is None else ir.parts(ir.as_expr(expr))
+    return ir.ExprList((ir.RoleBegin(role), *inner, ir.RoleEnd(role)))
+
+
+def system(expr: Any = None) -> ir.ExprList:
+    """A system message."""
+    return role_expr("system", expr)
+
+
+def user(expr: Any = None) -> ir.ExprList:
+    """A user's message."""
+    return role_expr("user", expr)
+
+
+def assistant(expr: Any = None) -> ir.ExprList:
+    """An assistant's message, usually with a gen in it."""
+    return role_expr("assistant", expr)
+
+
+def system_begin() -> ir.Expr:
+    return ir.RoleBegin("system")
+
+
+def system_end() -> ir.Expr:
+    return ir.RoleEnd("system")
+
+
+def user_begin() -> ir.Expr:
+    return ir.RoleBegin("user")
+
+
+def user_end() -> ir.Expr:
+    return ir.RoleEnd("user")
+
+
+def assistant_begin() -> ir.Expr:
+    return ir.RoleBegin("assistant")
+
+
+def assistant_end() -> ir.Expr:
+    return ir.RoleEnd("assistant")
+
+
+def separate_reasoning(expr: Any, model_type: str) -> ir.Expr:
+    """`expr`, whose variables keep the answer only; what the model thought before becomes
+    `<name>_reasoning_content`. Without effect in a program that streams.
+
+    Args:
+        model_type: deepseek-r1, deepseek-v3, qwen3 or qwen3-thinking.
+    """
+    check_model_type(model_type)
+    return ir.SeparateReasoning(ir.as_expr(expr), model_type, caller())

@@ -1,0 +1,155 @@
+"""A backend without a model: answers come from a script, for unit tests of programs.
+
+Its tokens are characters, its cache remembers every text it was asked about, so that a test also
+sees what a program reuses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from jserve.lang.backends.base import Committed, Generation, Prompt, Selection, Usage
+from jserve.lang.choices import ChoicesDecision, ChoicesMethod
+from jserve.lang.errors import BackendError
+from jserve.lang.loop import LoopThread
+from jserve.lang.named_templates import named_template
+from jserve.lang.roles import RoleTemplate, shared_length
+from jserve.lang.sampling import Sampling
+
+#: A text, an error to raise, or what makes one of the prompt so far.
+Answer = str | Exception | Callable[[str], str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """What was asked. `kind`: generate, select or commit."""
+
+    kind: str
+    name: str | None
+    text: str
+    sampling: Sampling | None = None
+    choices: tuple[str, ...] = ()
+
+
+class TestBackend:
+    """Answers `gen` and `select` by the name of their variable.
+
+    Args:
+        answers: one Answer a name, or a list of them for successive calls; for `select` a choice,
+            the first one when the script says nothing. None is the name of what has none.
+        chat_template_name: how roles become text.
+
+    An answer that the call would not allow (regex, json_schema, choices) is a BackendError, and
+    so is a `gen` that has none. Stop strings end it. `calls` holds what was asked.
+    """
+
+    __test__: ClassVar[bool] = False  # pytest collects classes called Test…
+
+    def __init__(
+        self,
+        answers: Mapping[str | None, Answer | Sequence[Answer]] | None = None,
+        chat_template_name: str = "default",
+    ) -> None:
+        self.loop = LoopThread()
+        self.calls: list[Call] = []
+        self._answers = dict(answers or {})
+        self._turns: dict[str | None, int] = {}
+        self._template = named_template(chat_template_name)
+        self._seen: list[str] = []
+
+    async def template(self) -> RoleTemplate:
+        return self._template
+
+    async def generate(self, prompt: Prompt, sampling: Sampling) -> Generation:
+        self.calls.append(Call("generate", prompt.name, prompt.text, sampling))
+        texts = [_allowed(self._answer(prompt), prompt, sampling) for _ in range(sampling.n or 1)]
+        usage = self._usage(prompt.text, sum(map(len, texts)), *texts)
+        metas = [_meta(usage, text) for text in texts]
+        one = len(texts) == 1
+        return Generation(texts[0] if one else texts, metas[0] if one else metas, usage)
+
+    async def generate_stream(
+        self, prompt: Prompt, sampling: Sampling
+    ) -> AsyncGenerator[Generation, None]:
+        """Word by word."""
+        whole = await self.generate(prompt, sampling)
+        words = re.findall(r"\s*\S+|\s+$", whole.text) or [""]
+        for number, word in enumerate(words, 1):
+            last = number == len(words)
+            yield Generation(word, whole.meta, whole.usage if last else Usage())
+
+    async def select(
+        self, prompt: Prompt, choices: Sequence[str], temperature: float, method: ChoicesMethod
+    ) -> Selection:
+        self.calls.append(Call("select", prompt.name, prompt.text, choices=tuple(choices)))
+        chosen = self._answer(prompt) if prompt.name in self._answers else choices[0]
+        if chosen not in choices:
+            raise BackendError(f"the script chooses {chosen!r}, which is not among {choices}")
+        usage = self._usage(prompt.text, 0, *choices)
+        decision = ChoicesDecision(chosen, {"method": method.name})
+        return Selection(decision, usage, len(prompt.text))
+
+    async def commit(self, prompt: Prompt) -> Committed:
+        self.calls.append(Call("commit", None, prompt.text))
+        return Committed(self._usage(prompt.text, 0), len(prompt.text))
+
+    def get_model_name(self) -> str:
+        return "test"
+
+    def flush_cache(self) -> bool:
+        self._seen.clear()
+        return True
+
+    def get_server_info(self) -> dict[str, Any]:
+        return {"model_path": "test"}
+
+    def shutdown(self) -> None:
+        self.loop.close()
+
+    def _answer(self, prompt: Prompt) -> str:
+        if prompt.name not in self._answers:
+            raise BackendError(f"the script has no answer for {prompt.name!r}")
+        answer = self._answers[prompt.name]
+        if isinstance(answer, Sequence) and not isinstance(answer, str):
+            turn = self._turns.get(prompt.name, 0)
+            self._turns[prompt.name] = turn + 1
+            if turn >= len(answer):
+                raise BackendError(f"the script has only {turn} answers for {prompt.name!r}")
+            answer = answer[turn]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer if isinstance(answer, str) else answer(prompt.text)
+
+    def _usage(self, text: str, generated: int, *more: str) -> Usage:
+        cached = max((shared_length(text, seen) for seen in self._seen), default=0)
+        cached = min(cached, max(len(text) - 1, 0))  # the last one's logits are always needed
+        self._seen += [text, *(text + one for one in more)]
+        return Usage(len(text), cached, generated, 1)
+
+
+def _allowed(text: str, prompt: Prompt, sampling: Sampling) -> str:
+    """The answer as a server would cut it. Raises BackendError where it could not be."""
+    for stop in sampling.stop or ():
+        text = text.partition(stop)[0]
+    name = f"the scripted answer for {prompt.name!r}, {text!r},"
+    if sampling.regex is not None and re.fullmatch(sampling.regex, text) is None:
+        raise BackendError(f"{name} does not match {sampling.regex}")
+    if sampling.json_schema is not None:
+        try:
+            json.loads(text)
+        except ValueError as error:
+            raise BackendError(f"{name} is not JSON: {error}") from None
+    return text
+
+
+def _meta(usage: Usage, text: str) -> dict[str, Any]:
+    return {
+        "finish_reason": {"type": "stop", "matched": None},
+        "prompt_tokens": usage.prompt_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "completion_tokens": len(text),
+    }

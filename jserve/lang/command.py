@@ -1,0 +1,97 @@
+"""`jserve lang explain`: from a file with programs to the picture of one.
+
+Owns finding the program, its arguments and a backend for a run; pictures are explain.py's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+from jserve.errors import ConfigError
+from jserve.lang.backends.endpoint import RuntimeEndpoint
+from jserve.lang.explain import as_html, as_text
+from jserve.lang.program import SglFunction
+from jserve.lang.record import Step
+from jserve.lang.settings import global_config
+
+
+def explain(parsed: argparse.Namespace) -> None:
+    """Print the tree of a program; with --url of a run. Raises ConfigError, BackendError, and what
+    ends the run."""
+    program = _program(Path(parsed.file), parsed.function)
+    arguments = _arguments(program, parsed.args)
+    if parsed.url:
+        steps, prefix_len = _run(program, arguments, parsed)
+    else:
+        steps = program.trace(**arguments).steps
+        prefix_len = len(program.trace().prefix)
+    print(as_text(program.__name__, steps, prefix_len), end="")
+    if parsed.html is not None:
+        page = as_html(program.__name__, steps, prefix_len)
+        Path(parsed.html).write_text(page, encoding="utf-8")
+
+
+def _run(
+    program: SglFunction, arguments: dict[str, Any], parsed: argparse.Namespace
+) -> tuple[list[Step], int]:
+    """The steps, and how many characters begin every run."""
+    missing = [name for name in program.required if name not in arguments]
+    if missing:
+        raise ConfigError(f"--args lacks {', '.join(missing)}: a run needs every argument")
+    backend = RuntimeEndpoint(parsed.url, api_key=parsed.api_key)
+    sampling = {"max_new_tokens": parsed.max_new_tokens, "temperature": parsed.temperature}
+    try:
+        state = program.run(backend=backend, **sampling, **arguments)
+        if (error := state.error()) is not None:
+            raise error
+        return state.steps, len(program.trace(backend=backend).prefix)
+    finally:
+        backend.shutdown()
+
+
+def _arguments(program: SglFunction, text: str) -> dict[str, Any]:
+    """Those that --args gives. Raises ConfigError."""
+    try:
+        given = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"--args is not JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise ConfigError(f"--args must be a JSON object, got {text}")
+    if unknown := given.keys() - set(program.arg_names):
+        known = ", ".join(program.arg_names) or "no arguments"
+        raise ConfigError(f"--args: {program.__name__} takes {known}, not {min(unknown)}")
+    return given
+
+
+def _program(path: Path, name: str | None) -> SglFunction:
+    """The program of that name, or the only one. Raises ConfigError."""
+    defined = _defined(path)
+    programs = {key: value for key, value in defined.items() if isinstance(value, SglFunction)}
+    known = ", ".join(programs) or "none"
+    if name is not None:
+        if name not in programs:
+            raise ConfigError(f"{path} has no program {name}; it has: {known}")
+        return programs[name]
+    if len(programs) != 1:
+        raise ConfigError(f"{path} has these programs: {known}; choose one with --function")
+    return next(iter(programs.values()))
+
+
+def _defined(path: Path) -> dict[str, Any]:
+    """What a file defines when it is imported, as a program of its own folder."""
+    before = global_config.default_backend
+    sys.path.insert(0, str(path.parent))
+    try:
+        return runpy.run_path(str(path), run_name="jserve_program")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except SyntaxError as error:
+        raise ConfigError(f"{path}:{error.lineno}: {error.msg}") from None
+    finally:
+        sys.path.remove(str(path.parent))
+        global_config.default_backend = before

@@ -1,0 +1,182 @@
+"""Expressions: what a program line adds to its state, as data.
+
+Owns the kinds of expression and how they are put in a row with `+`; what they do is the executor's
+(on a model) and the tracer's (without one).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from jserve.lang.choices import ChoicesMethod
+from jserve.lang.errors import ExpressionError
+from jserve.lang.sampling import Sampling
+from jserve.lang.site import Site
+
+
+class Expr:
+    """Something that `s += …` takes. `a + b` is both, one after the other; either may be text."""
+
+    __slots__ = ()
+
+    def __add__(self, other: Any) -> ExprList:
+        return ExprList((*parts(self), *parts(as_expr(other))))
+
+    def __radd__(self, other: Any) -> ExprList:
+        return ExprList((*parts(as_expr(other)), *parts(self)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Text(Expr):
+    value: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gen(Expr):
+    """Text of the model, kept as variable `name` when it has one."""
+
+    name: str | None
+    sampling: Sampling
+    site: Site
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Select(Expr):
+    """The likeliest of `choices` by `method`, kept as variable `name`."""
+
+    name: str | None
+    choices: tuple[str, ...]
+    temperature: float
+    method: ChoicesMethod
+    site: Site
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RoleBegin(Expr):
+    role: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RoleEnd(Expr):
+    role: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ScopeBegin(Expr):
+    """From here to its end, text is variable `name` too."""
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ScopeEnd(Expr):
+    name: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Commit(Expr):
+    """The text so far goes into the backend's cache, because `num_branches` will share it."""
+
+    num_branches: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SeparateReasoning(Expr):
+    """`expr`, its variables split into reasoning and answer."""
+
+    expr: Expr
+    model_type: str
+    site: Site
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExprList(Expr):
+    items: tuple[Expr, ...]
+
+
+class Unknown(Expr):
+    """A value that is known only when the program runs. Everything that would look into it raises
+    TypeError, so that a trace ends where a program depends on it."""
+
+    __slots__ = ()
+
+    def _refuse(self, *_: Any) -> Any:
+        raise TypeError(f"{self!r} has no value while the program is traced")
+
+    __bool__ = __len__ = __iter__ = __contains__ = __getitem__ = _refuse
+    __str__ = __format__ = __int__ = __float__ = __index__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = _refuse
+
+    def __eq__(self, other: object) -> bool:
+        return self._refuse()
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{self!r} has no value while the program is traced")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Argument(Unknown):
+    """An argument of the program."""
+
+    name: str
+
+    def __repr__(self) -> str:
+        return f"the argument {self.name}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Variable(Unknown):
+    """What the program has generated, or will have."""
+
+    name: str
+
+    def __repr__(self) -> str:
+        return f"the variable {self.name}"
+
+
+def as_expr(value: Any) -> Expr:
+    """Text, or an expression as it is. Raises ExpressionError."""
+    if isinstance(value, Expr):
+        return value
+    if isinstance(value, str):
+        return Text(value)
+    if isinstance(value, list | tuple):
+        return ExprList(tuple(part for item in value for part in parts(as_expr(item))))
+    raise ExpressionError(f"s += takes text or an expression such as gen(), got {value!r}.")
+
+
+def parts(expr: Expr) -> tuple[Expr, ...]:
+    return expr.items if isinstance(expr, ExprList) else (expr,)
+
+
+def names(expr: Expr) -> Iterator[str]:
+    """Variables that executing `expr` will set."""
+    for part in parts(expr):
+        if isinstance(part, Gen | Select | ScopeEnd) and part.name is not None:
+            yield part.name
+        elif isinstance(part, SeparateReasoning):
+            for name in names(part.expr):
+                yield from (name, reasoning_name(name))
+
+
+def reasoning_name(name: str) -> str:
+    """The variable beside `name` that holds how the model came to it."""
+    return f"{name}_reasoning_content"
+
+
+def described(expr: Expr, site: Site) -> tuple[Site, str]:
+    """The line that an expression comes from, and what it is in words; `site` is where it was
+    added."""
+    if isinstance(expr, Gen):
+        return expr.site, f"gen({expr.name!r})" if expr.name else "gen()"
+    if isinstance(expr, Select):
+        return expr.site, f"select({expr.name!r})" if expr.name else "select()"
+    if isinstance(expr, SeparateReasoning):
+        return expr.site, "separate_reasoning()"
+    if isinstance(expr, RoleBegin | RoleEnd):
+        return site, f"the role {expr.role}"
+    return site, "fork()" if isinstance(expr, Commit) else "s +="

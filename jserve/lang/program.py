@@ -1,0 +1,269 @@
+"""A decorated function as a program: run once, in a batch, asynchronously, or traced.
+
+Owns arguments and the life of one run; batches are batch.py's, traces tracing.py's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, overload
+
+from jserve.lang import batch, tracing
+from jserve.lang.ahead import Ahead
+from jserve.lang.backends.base import Backend, Prompt, Seen
+from jserve.lang.board import Board
+from jserve.lang.control import find_backend
+from jserve.lang.errors import ExpressionError
+from jserve.lang.executor import Mode, StreamExecutor
+from jserve.lang.sampling import FIELDS, Sampling
+from jserve.lang.settings import global_config
+from jserve.lang.state import ProgramState
+from jserve.lang.transcript import Transcript
+
+#: A cached prefix is worth its call from so many characters on.
+MIN_PREFIX = 64
+
+
+class SglFunction:
+    """A program: `func(s, …)` adds to its state `s`. Keyword arguments of the run methods that are
+    sampling parameters (max_new_tokens, temperature, stop …) are the base of every gen."""
+
+    def __init__(
+        self,
+        func: Callable[..., Any],
+        bound: Mapping[str, Any] | None = None,
+        num_api_spec_tokens: int | None = None,
+    ) -> None:
+        self.func, self.num_api_spec_tokens = func, num_api_spec_tokens
+        self.bind_arguments = dict(bound or {})
+        parameters = list(inspect.signature(func).parameters.values())
+        if not parameters or parameters[0].name != "s":
+            raise ExpressionError(f"the first argument of {func.__name__} must be called s.")
+        self._parameters = parameters[1:]
+        self.arg_names = [parameter.name for parameter in parameters[1:]]
+        self.__doc__, self.__name__ = func.__doc__, func.__name__
+
+    @property
+    def required(self) -> list[str]:
+        """Arguments that a run must give."""
+        return [
+            name for name in tracing.dummies(self._parameters) if name not in self.bind_arguments
+        ]
+
+    def bind(self, **arguments: Any) -> SglFunction:
+        """The program with arguments that are fixed, whatever a run says."""
+        if unknown := arguments.keys() - set(self.arg_names):
+            raise ExpressionError(f"{self.__name__} has no argument {min(unknown)}.")
+        return SglFunction(self.func, self.bind_arguments | arguments)
+
+    def run(
+        self,
+        *args: Any,
+        stream: bool = False,
+        backend: Any = None,
+        use_thread: bool = True,
+        **kwargs: Any,
+    ) -> ProgramState:
+        """Run it to its end; with `stream` return at once, the state is then read as it grows.
+
+        Args:
+            backend: None: the default one. An Engine or a Runtime will do.
+            use_thread: False: every expression is done where the program adds it.
+            kwargs: arguments of the program, and sampling parameters.
+
+        Raises what the function raises; a failed call raises where its value is read.
+        """
+        sampling, arguments = self._split(args, kwargs)
+        mode = Mode(stream, use_thread or stream, detached=stream)
+        state = self._state(find_backend(backend), sampling, mode)
+        if stream:
+            thread = threading.Thread(
+                target=self._run_detached, args=(state, arguments), name="jserve-program"
+            )
+            thread.daemon = True
+            thread.start()
+            return state
+        self._run(state, arguments)
+        return state
+
+    def run_batch(
+        self,
+        batch_kwargs: Sequence[Mapping[str, Any]] | Sequence[Sequence[Any]],
+        *,
+        backend: Any = None,
+        num_threads: int | str = "auto",
+        progress_bar: bool = False,
+        generator_style: bool = False,
+        **sampling: Any,
+    ) -> Any:
+        """Run it for every item, dicts or tuples of arguments: a list of states in their order.
+
+        One whose function raises does not end the others: its state's error() says so, and reading
+        what it has not got raises. The prefix that all share is computed once before.
+
+        Args:
+            num_threads: programs at a time; auto: 96, or 16 a processor if that is more.
+            generator_style: a generator of the states instead, fed 200 at a time.
+            sampling: sampling parameters.
+        """
+        if wrong := sampling.keys() - set(FIELDS):
+            raise ExpressionError(f"run_batch has no argument {min(wrong)}.")
+        calls = [self._item(item) for item in batch_kwargs]
+        base, found = Sampling(**sampling), find_backend(backend)
+
+        num = batch.threads(num_threads, len(calls))
+
+        def states() -> batch.States:
+            shared = len(calls) > 1 and global_config.enable_precache_with_tracing
+            seen = self.cache(found) if shared else Seen()
+
+            def make() -> ProgramState:
+                state = self._state(found, base, Mode())
+                state.stream_executor.execution.seen = seen
+                return state
+
+            def drive(state: ProgramState, arguments: Mapping[str, Any]) -> None:
+                self._run(state, arguments, quiet=True)
+
+            window = batch.CHUNK if generator_style else len(calls)
+            running = batch.run(calls, make, drive, num, window)
+            yield from batch.shown(running, len(calls)) if progress_bar else running
+
+        return states() if generator_style else list(states())
+
+    async def run_async(self, *args: Any, backend: Any = None, **kwargs: Any) -> ProgramState:
+        """As `run`, beside the running event loop. Cancelling it cancels the program."""
+        sampling, arguments = self._split(args, kwargs)
+        state = self._state(find_backend(backend), sampling, Mode())
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+        failed: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                self._run(state, arguments)
+            except Exception as error:  # told to who awaits
+                failed.append(error)
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(done.set)
+
+        threading.Thread(target=work, name="jserve-program", daemon=True).start()
+        try:
+            await done.wait()
+        except asyncio.CancelledError:
+            state.cancel()
+            raise
+        if failed:
+            raise failed[0]
+        return state
+
+    def trace(self, *, backend: Any = None, **kwargs: Any) -> tracing.TracerProgramState:
+        """What the program would do with arguments that are not known yet, but for those given."""
+        given = backend or global_config.default_backend
+        found = None if given is None else find_backend(given)
+        return tracing.trace(self.func, self._dummies(kwargs), found)
+
+    def cache(self, backend: Any = None) -> Seen:
+        """Bring the text that every run begins with into the backend's cache, if it is long; how
+        much that is."""
+        found = find_backend(backend)
+        prefix = tracing.trace(self.func, self._dummies({}), found, prefix_only=True).prefix
+        if len(prefix) <= MIN_PREFIX:
+            return Seen()
+        done = found.loop.call(found.commit(Prompt(prefix)))
+        return Seen(len(prefix), done.seen_tokens)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """run; while another program is traced, a part of its trace."""
+        tracer = tracing.current()
+        if tracer is None:
+            return self.run(*args, **kwargs)
+        _, arguments = self._split(args, kwargs)
+        return tracer.call(self.func, arguments)
+
+    def _split(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Sampling, dict[str, Any]]:
+        """Sampling parameters, and arguments of the program. A program's own argument wins over a
+        sampling parameter of the same name."""
+        own = set(self.arg_names)
+        sampling = {k: v for k, v in kwargs.items() if k in FIELDS and k not in own}
+        rest = {k: v for k, v in kwargs.items() if k not in sampling}
+        return Sampling(**sampling), self._arguments(args, rest)
+
+    def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        if len(args) > len(self.arg_names):
+            count = len(self.arg_names)
+            raise ExpressionError(f"{self.__name__} takes {count} arguments, got {len(args)}.")
+        arguments = dict(zip(self.arg_names, args, strict=False))
+        variadic = any(one.kind is one.VAR_KEYWORD for one in self._parameters)
+        unknown = kwargs.keys() - set(self.arg_names)
+        if unknown and not variadic:
+            raise ExpressionError(f"{self.__name__} has no argument {min(unknown)}.")
+        return {**arguments, **kwargs, **self.bind_arguments}
+
+    def _item(self, item: Any) -> dict[str, Any]:
+        """One item of a batch as arguments."""
+        if isinstance(item, Mapping):
+            return self._arguments((), item)
+        free = [name for name in self.arg_names if name not in self.bind_arguments]
+        if len(item) != len(free):
+            raise ExpressionError(
+                f"{self.__name__} takes {len(free)} arguments ({', '.join(free)}), "
+                f"but an item of the batch has {len(item)}."
+            )
+        return self._arguments((), dict(zip(free, item, strict=True)))
+
+    def _dummies(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        return {**tracing.dummies(self._parameters), **given, **self.bind_arguments}
+
+    def _state(self, backend: Backend, sampling: Sampling, mode: Mode) -> ProgramState:
+        board = Board(mode.stream, open_names=mode.detached)
+        executor = StreamExecutor(backend, sampling, mode, board, Transcript(board))
+        executor.execution.ahead = Ahead(self.num_api_spec_tokens)
+        return ProgramState(executor)
+
+    def _run(self, state: ProgramState, arguments: Mapping[str, Any], quiet: bool = False) -> None:
+        """`quiet`: what the function raises is the state's error, not raised."""
+        executor = state.stream_executor
+        executor.board.adopt()
+        failure: Exception | None = None
+        try:
+            try:
+                state.ret_value = self.func(state, **arguments)
+            except Exception as error:  # the user's code may raise anything
+                failure = error
+                executor.fail(error)
+            executor.end()
+            executor.wait()
+        except BaseException:  # an interrupt, here or in the function
+            executor.cancel()
+            executor.end()
+            raise
+        if failure is not None and not quiet:
+            raise failure
+
+    def _run_detached(self, state: ProgramState, arguments: Mapping[str, Any]) -> None:
+        self._run(state, arguments, quiet=True)
+
+
+@overload
+def function(func: Callable[..., Any]) -> SglFunction: ...
+@overload
+def function(
+    func: None = None, num_api_spec_tokens: int | None = None
+) -> Callable[[Callable[..., Any]], SglFunction]: ...
+def function(
+    func: Callable[..., Any] | None = None, num_api_spec_tokens: int | None = None
+) -> SglFunction | Callable[[Callable[..., Any]], SglFunction]:
+    """Make a program of a function whose first argument is called `s`.
+
+    num_api_spec_tokens: ask for so many tokens where a gen has stops, and read later gens from
+        what the model wrote behind them, as long as it wrote the program's text in between. Saves
+        calls of an API that bills each; not in a program that streams, not for chat models.
+    """
+    if func is None:
+        return lambda given: SglFunction(given, None, num_api_spec_tokens)
+    return SglFunction(func, None, num_api_spec_tokens)

@@ -1,0 +1,162 @@
+"""Sampling parameters of a program: values of run() are the base, those of gen() override them.
+
+Owns names, defaults and the translation into SGLang's native names and OpenAI's; ranges are the
+server's to check.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jserve.lang.errors import DtypeError
+
+#: Regex of each dtype, by the names that gen takes.
+_REGEX = {
+    "int": r"[-+]?[0-9]+[ \n]*",
+    "float": r"[-+]?[0-9]*\.?[0-9]+[ \n]*",
+    "bool": r"(True|False)",
+    "str": r"\"[\w\d\s]*\"",
+}
+_DTYPES = {int: "int", float: "float", bool: "bool", str: "str"} | {name: name for name in _REGEX}
+_NUMBER_STOPS = (" ", "\n")  # a number is over there
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """None: not said here. `DEFAULTS` says the rest."""
+
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+    n: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    stop_regex: str | Sequence[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    ignore_eos: bool | None = None
+    return_logprob: bool | None = None
+    logprob_start_len: int | None = None
+    top_logprobs_num: int | None = None
+    return_text_in_logprobs: bool | None = None
+    dtype: str | type | None = None
+    regex: str | None = None
+    json_schema: str | Mapping[str, Any] | None = None
+
+    def over(self, base: Sampling) -> Sampling:
+        """What is said here, and the rest of `base`."""
+        return dataclasses.replace(base, **self.said())
+
+    def said(self) -> dict[str, Any]:
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def resolved(self, stops: Sequence[str] = ()) -> Sampling:
+        """Every default filled in, dtype as the regex and stops that it means, a schema as text,
+        the chat template's own `stops` behind.
+
+        Raises DtypeError.
+        """
+        said = self.over(DEFAULTS)
+        stop, regex = as_tuple(said.stop), said.regex
+        if said.dtype is not None:
+            name = dtype_name(said.dtype)
+            regex = _REGEX[name]
+            stop += _NUMBER_STOPS if name in ("int", "float") else ()
+        schema = said.json_schema
+        return dataclasses.replace(
+            said,
+            stop=tuple(dict.fromkeys((*stop, *stops))),
+            stop_regex=as_tuple(said.stop_regex),
+            stop_token_ids=tuple(said.stop_token_ids or ()),
+            dtype=None,
+            regex=regex,
+            json_schema=json.dumps(schema) if isinstance(schema, Mapping) else schema,
+        )
+
+    @property
+    def constraint(self) -> str | None:
+        """In words, what the text must look like."""
+        if self.dtype is not None:
+            return f"dtype {dtype_name(self.dtype)}"
+        if self.regex is not None:
+            return f"regex {self.regex}"
+        return None if self.json_schema is None else "json_schema"
+
+    def to_native(self) -> dict[str, Any]:
+        """SGLang's `sampling_params`, of what `resolved` gave."""
+        names = (
+            *("max_new_tokens", "min_new_tokens", "n", "temperature", "top_p", "top_k", "min_p"),
+            *("frequency_penalty", "presence_penalty", "ignore_eos"),
+        )
+        params = {name: getattr(self, name) for name in names}
+        for name in ("stop", "stop_token_ids", "stop_regex"):
+            params[name] = list(getattr(self, name))
+        for name in ("regex", "json_schema"):
+            if (value := getattr(self, name)) is not None:
+                params[name] = value
+        return params
+
+    def to_openai(self) -> dict[str, Any]:
+        """OpenAI's fields, those of SGLang's extensions only where they ask for something."""
+        body: dict[str, Any] = {
+            "max_tokens": self.max_new_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "n": self.n,
+        }
+        if self.stop:
+            body["stop"] = list(self.stop)
+        idle = dataclasses.asdict(DEFAULTS)
+        names = {"min_new_tokens": "min_tokens"} | {
+            name: name
+            for name in (
+                *("frequency_penalty", "presence_penalty", "top_k", "min_p", "ignore_eos"),
+                *("stop_token_ids", "stop_regex", "regex"),
+            )
+        }
+        for name, theirs in names.items():
+            value = getattr(self, name)
+            if value is not None and value != idle[name] and value != ():
+                body[theirs] = value
+        if self.json_schema is not None:
+            schema = json.loads(str(self.json_schema))
+            wanted = {"name": "answer", "schema": schema, "strict": True}
+            body["response_format"] = {"type": "json_schema", "json_schema": wanted}
+        return body
+
+
+DEFAULTS = Sampling(
+    max_new_tokens=128,
+    min_new_tokens=0,
+    n=1,
+    stop=(),
+    stop_token_ids=(),
+    stop_regex=(),
+    temperature=1.0,
+    top_p=1.0,
+    top_k=-1,
+    min_p=0.0,
+    frequency_penalty=0.0,
+    presence_penalty=0.0,
+    ignore_eos=False,
+)
+FIELDS = tuple(field.name for field in dataclasses.fields(Sampling))
+
+
+def dtype_name(dtype: str | type) -> str:
+    """Raises DtypeError."""
+    name = _DTYPES.get(dtype) if isinstance(dtype, str | type) else None
+    if name is None:
+        raise DtypeError(f"dtype must be int, float, bool or str, got {dtype!r}.")
+    return name
+
+
+def as_tuple(value: str | Sequence[str] | None) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value or ())

@@ -1,0 +1,123 @@
+"""`jserve lang explain`: the tree of a program, and of a run of it."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+from native_server import NativeServer, running
+
+import jserve.lang as sgl
+from jserve.__main__ import main
+from jserve.lang.explain import as_html, as_text, lines_of
+
+PROGRAM = """
+import jserve.lang as sgl
+
+@sgl.function
+def essay(s, topic, tone="dry"):
+    s += sgl.system("You are a writer who knows a lot about the world & says it <briefly>.")
+    s += sgl.user("Write about " + topic)
+    branches = s.fork(2)
+    branches += lambda i: sgl.assistant(f"{i}: " + sgl.gen("draft", max_tokens=6, stop="!"))
+    branches.join()
+    s += sgl.user("Better:\\n" + s["draft"][0])
+    s += sgl.assistant(sgl.select("best", ["first", "second"]) + sgl.gen("n", dtype=int))
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "essays.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+def test_the_tree_of_a_program_needs_no_backend(file, capsys):
+    assert main(["lang", "explain", str(file)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "essay"
+    assert lines[1].startswith("├═ text     'SYSTEM:You are a writer") and "essays.py:6" in lines[1]
+    text = "\n".join(lines)
+    for part in (
+        "├─ argument topic  essays.py:7",
+        "├─ fork     into 2  essays.py:8",
+        "│  ├─ branch   1",
+        "│  │  ├─ gen      draft  essays.py:9",
+        "├─ variable draft  essays.py:11",
+        "├─ select   best (token_length_normalized of 2: first, second)  essays.py:12",
+        "├─ gen      n (dtype int)  essays.py:12",
+    ):
+        assert part in text, text
+    assert "reused" not in text
+
+
+def test_the_tree_of_a_run_shows_what_each_place_reused(file, capsys, tmp_path):
+    page = tmp_path / "essay.html"
+    server = NativeServer()
+    with running(server.app) as url:
+        argv = ["lang", "explain", str(file), "--url", url, "--html", str(page)]
+        assert main([*argv, "--args", '{"topic": "rain"}']) == 0
+    text = capsys.readouterr().out
+    assert "commit   shared by 2 branches  [0 reused, 99 computed]" in text
+    assert "├═ text     'SYSTEM:" in text and "Write about '" in text
+    assert "├─ text     'rain" in text  # what is an argument is not of every run
+    assert "gen      draft = '" in text and "[99 reused, 13 computed, 6 generated]" in text
+    assert " calls: " in text.splitlines()[-2]
+    markup = page.read_text()
+    assert "iefly&gt;" in markup and "<script" not in markup
+    svgs = markup.split("<svg")[1:]
+    assert len(svgs) == 5
+    drawn = ElementTree.fromstring("<svg" + svgs[0].split("</svg>")[0] + "</svg>")
+    widths = [float(shape.get("width")) for shape in drawn]
+    assert widths[0] == 0 and widths[1] > 0  # nothing reused, something computed
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--args", "{"], "--args is not JSON"),
+        (["--args", "[]"], "--args must be a JSON object"),
+        (["--args", '{"subject": 1}'], "--args: essay takes topic, tone, not subject"),
+        (["--url", "http://127.0.0.1:9"], "--args lacks topic: a run needs every argument"),
+        (["--function", "poem"], "has no program poem; it has: essay"),
+    ],
+)
+def test_what_is_wrong_is_one_line(file, argv, message, capsys):
+    assert main(["lang", "explain", str(file), *argv]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_a_file_that_is_not_there_or_holds_no_python_or_many_programs(tmp_path, capsys):
+    path = tmp_path / "p.py"
+    assert main(["lang", "explain", str(path)]) == 2
+    assert "No such file" in capsys.readouterr().err
+    path.write_text("def (")
+    assert main(["lang", "explain", str(path)]) == 2
+    assert f"{path}:1: " in capsys.readouterr().err
+    path.write_text(PROGRAM + PROGRAM.replace("essay", "poem"))
+    assert main(["lang", "explain", str(path)]) == 2
+    assert "choose one with --function" in capsys.readouterr().err
+
+
+def test_a_run_that_fails_is_one_line_with_the_place(file, capsys):
+    file.write_text(PROGRAM.replace("max_tokens=6", "top_p=2"))
+    with running(NativeServer().app) as url, pytest.warns(sgl.ProgramWarning):
+        assert main(["lang", "explain", str(file), "--url", url, "--args", '{"topic": "x"}']) == 1
+    assert "essays.py:9" in capsys.readouterr().err
+
+
+def test_pictures_of_the_same_steps_agree():
+    backend = sgl.TestBackend({"a": "x" * 100})
+
+    @sgl.function
+    def program(s):
+        s += "y" * 100 + sgl.gen("a")
+
+    steps = program.run(backend=backend).steps
+    backend.shutdown()
+    assert [line.kind for line in lines_of(steps)] == ["text", "gen"]
+    assert "(100 characters)" in as_text("p", steps)
+    assert as_html("<p>", steps).count("<tr") == 2 and "<p>" in as_html("p", steps)
+    assert "<title>&lt;p&gt;</title>" in as_html("<p>", steps)

@@ -1,0 +1,259 @@
+"""Programs through OpenAI's API, on a scripted server; and one program on every backend."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+from native_server import running
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.routing import Route
+from test_lang_engine import TEMPLATE, chat
+
+import jserve.lang as sgl
+from jserve.engine.engine import Engine
+from jserve.server.app import create_app
+from jserve.tokenizer.sources import byte_source
+from jserve.tokenizer.tokenizer import Tokenizer
+
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.filterwarnings("ignore::jserve.lang.ProgramWarning"),
+]
+USAGE = {
+    "prompt_tokens": 7,
+    "completion_tokens": 2,
+    "prompt_tokens_details": {"cached_tokens": 4},
+}
+
+
+class Scripted:
+    """Chat answers tell how many messages came; completions follow the bias."""
+
+    def __init__(self):
+        self.requests = []
+        routes = [
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/completions", self.completions, methods=["POST"]),
+        ]
+        self.app = Starlette(routes=routes)
+
+    async def chat(self, request: Request):
+        body = await request.json()
+        self.requests.append(body)
+        if body["model"] == "missing":
+            return JSONResponse({"error": {"message": "no such model"}}, 404)
+        text = f"{len(body['messages'])} messages"
+        if not body.get("stream"):
+            message = {"role": "assistant", "content": text}
+            choice = {"index": 0, "message": message, "finish_reason": "stop"}
+            return JSONResponse({"choices": [choice] * body["n"], "usage": USAGE})
+
+        async def events():
+            for word in (text[:1], text[1:]):
+                choice = {"index": 0, "delta": {"content": word}, "finish_reason": None}
+                yield f"data: {json.dumps({'choices': [choice]})}\n\n"
+            yield f"data: {json.dumps({'choices': [], 'usage': USAGE})}\n\n"
+            yield "data: [DONE]\n\n"
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    async def completions(self, request: Request):
+        body = await request.json()
+        self.requests.append(body)
+        biased = [int(token) for token in body.get("logit_bias", {})]
+        text = chr(max(biased)) if biased else f"<{body['prompt'][-3:]}>"
+        return JSONResponse({"choices": [{"text": text, "finish_reason": "stop"}], "usage": USAGE})
+
+
+@pytest.fixture
+def server():
+    one = Scripted()
+    with running(one.app) as url:
+        one.url = f"{url}/v1"
+        yield one
+
+
+@pytest.fixture
+def open_backend(server):
+    made = []
+
+    def make(model="gpt-4", **options):
+        made.append(sgl.OpenAI(model, base_url=server.url, api_key="k", **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.shutdown()
+
+
+@sgl.function
+def talk(s):
+    s += sgl.system("S") + sgl.user("U")
+    s += sgl.assistant(sgl.gen("a", max_tokens=9, stop="!"))
+    s += sgl.user("V") + sgl.assistant(sgl.gen("b", json_schema={"type": "object"}))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_chat_model_gets_messages_and_openais_fields(server, open_backend, stream):
+    state = talk.run(backend=open_backend(), temperature=0, stream=stream)
+    assert state["a"] == "2 messages" and state["b"] == "4 messages"
+    first, second = server.requests
+    expected = {"model": "gpt-4", "max_tokens": 9, "temperature": 0, "top_p": 1.0, "n": 1}
+    expected |= {"stop": ["!"]}
+    if stream:
+        expected |= {"stream": True, "stream_options": {"include_usage": True}}
+    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
+    assert first == expected | {"messages": messages}
+    assert [message["content"] for message in second["messages"]] == ["S", "U", "2 messages", "V"]
+    schema = second["response_format"]["json_schema"]
+    assert schema["schema"] == {"type": "object"} and schema["strict"] is True
+    assert state.usage == sgl.Usage(14, 8, 4, 2)
+
+
+def test_a_chat_model_answers_with_whole_messages_only(open_backend):
+    @sgl.function
+    def halfway(s):
+        s += sgl.user("U") + sgl.assistant("It is " + sgl.gen("a"))
+
+    @sgl.function
+    def bare(s):
+        s += "It is " + sgl.gen("a")
+
+    @sgl.function
+    def chosen(s):
+        s += sgl.user("U") + sgl.assistant(sgl.select("a", ["x", "y"]))
+
+    for program, message in (
+        (halfway, "gen must directly follow the beginning of the assistant's role"),
+        (bare, "gen must directly follow"),
+        (chosen, "select through OpenAI's API needs a completion model"),
+    ):
+        assert message in str(program.run(backend=open_backend()).error())
+
+
+def test_a_completion_model_gets_the_text(server, open_backend):
+    backend = open_backend("gpt-3.5-turbo-instruct")
+    assert not backend.is_chat_model
+    state = talk.run(backend=backend, temperature=0)
+    assert server.requests[0]["prompt"] == "SYSTEM:S\nUSER:U\nASSISTANT:"
+    assert state["a"] == "<NT:>"
+
+
+def test_select_walks_the_choices_by_their_biased_tokens(server, open_backend):
+    @sgl.function
+    def program(s):
+        s += "Pick " + sgl.select("x", ["red", "rose", "rust"])
+
+    backend = open_backend("x-instruct", encode=lambda text: list(text.encode()))
+    assert program.run(backend=backend)["x"] == "rust"  # the stand-in takes the highest id
+    biases = [request["logit_bias"] for request in server.requests]
+    assert biases == [{"114": 100}, {"101": 100, "111": 100, "117": 100}]
+    lacking = program.run(backend=open_backend("x-instruct"))
+    assert "needs encode=, the model's tokenizer" in str(lacking.error())
+
+
+def test_what_the_api_refuses_is_told(open_backend):
+    state = talk.run(backend=open_backend("missing"))
+    assert "POST /chat/completions → 404" in str(state.error())
+    assert "no such model" in str(state.error())
+
+
+def test_n_answers_are_a_list(open_backend):
+    @sgl.function
+    def program(s):
+        s += sgl.user("U") + sgl.assistant(sgl.gen("a", n=2))
+
+    assert program.run(backend=open_backend())["a"] == ["1 messages"] * 2
+
+
+@pytest.fixture(scope="module")
+def served():
+    """jserve's own server on an engine whose next token is a formula."""
+    tokenizer = Tokenizer(byte_source(256, templates={"default": TEMPLATE}))
+    with (
+        Engine("fake", inline=True, builder="tests.fake_engine:build", tokenizer=tokenizer) as one,
+        running(create_app(one, one.config)) as url,
+    ):
+        yield one, url
+
+
+def test_a_program_gives_the_same_variables_on_every_backend(served):
+    engine, url = served
+    backends = {
+        "engine": sgl.EngineBackend(engine),
+        "endpoint": sgl.RuntimeEndpoint(url),
+        "openai": sgl.OpenAI("fake", base_url=f"{url}/v1", api_key="none"),
+    }
+    seen = {}
+    for name, backend in backends.items():
+        state = chat.run("What is it?", backend=backend, temperature=0)
+        seen[name] = (state["a"], state["b"], state.messages(), state.usage.prompt_tokens)
+        if name != "openai":  # whose text is only a picture: the server applies the template
+            seen[f"text of {name}"] = state.text()
+        backend.shutdown()
+    assert seen["engine"] == seen["endpoint"] == seen["openai"]
+    assert seen["text of engine"] == seen["text of endpoint"]
+    assert len(seen["engine"][0]) == 6
+
+
+def test_choices_branches_and_streams_are_the_same_over_http(served):
+    engine, url = served
+
+    @sgl.function
+    def program(s):
+        s += "A text that is longer than one page, and then a choice: "
+        s += sgl.select("x", ["b", "a", "cc"])
+        branches = s.fork(2)
+        branches += lambda i: f"{i}" + sgl.gen("y", max_tokens=3)
+        branches.join()
+        s += sgl.gen("z", max_tokens=9)
+
+    seen = []
+    for backend in (sgl.EngineBackend(engine), sgl.RuntimeEndpoint(url)):
+        for stream in (False, True):
+            backend.flush_cache()
+            state = program.run(backend=backend, temperature=0, stream=stream)
+            assert "".join(state.text_iter("z")) == state["z"]
+            scores = state.get_meta_info("x")["normalized_prompt_logprobs"]
+            seen.append((state.text(), state["y"], scores, state.usage))
+        backend.shutdown()
+    assert seen[0][0].count("choice: a") == 1 and len(seen) == 4
+    assert all(one == seen[0] for one in seen)
+
+
+def test_an_endpoint_takes_its_roles_from_the_servers_own_template(served):
+    """The bytes before an answer are those that the server makes of the same messages."""
+    engine, url = served
+    sent = []
+    make = engine.generate_stream
+
+    def watching(request, *rest):
+        sent.append(request)
+        return make(request, *rest)
+
+    engine.generate_stream = watching
+    try:
+        for backend in (
+            sgl.RuntimeEndpoint(url),
+            sgl.OpenAI("fake", base_url=f"{url}/v1", api_key="none"),
+        ):
+            chat.run("What is it?", backend=backend, temperature=0)
+            backend.shutdown()
+    finally:
+        engine.generate_stream = make
+    texts = [list(one.text.encode()) for one in sent if one.text is not None]
+    ids = [one.input_ids for one in sent if one.text is None]
+    assert len(texts) == len(ids) == 2 and texts == ids
+
+
+def test_clients_leave_no_thread_behind(served):
+    before = set(threading.enumerate())
+    for _ in range(3):
+        backend = sgl.RuntimeEndpoint(served[1])
+        chat.run("?", backend=backend, temperature=0)
+        backend.shutdown()
+    assert set(threading.enumerate()) == before

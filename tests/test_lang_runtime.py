@@ -1,0 +1,41 @@
+"""A Runtime's start: which flags and ports it takes, and how one that cannot start ends."""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+
+import jserve.lang as sgl
+from jserve.errors import ConfigError
+from jserve.lang.runtime import _free_port
+
+pytestmark = pytest.mark.timeout(100)
+
+
+def test_wrong_flags_are_told_before_anything_starts():
+    with pytest.raises(ConfigError, match="did you mean --page-size"):
+        sgl.Runtime(model_path="m", page_sise=1)
+    with pytest.raises(ConfigError, match="--model-path is required"):
+        sgl.Runtime()
+
+
+def test_the_first_port_that_nobody_has_is_taken():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        if port < 39_000:
+            assert _free_port("127.0.0.1", port) > port
+    with pytest.raises(ConfigError, match="none is free from 40000"):
+        _free_port("127.0.0.1", 40_000)
+
+
+def test_a_server_that_cannot_start_is_told_in_its_own_words_and_leaves_nothing():
+    before = set(threading.enumerate()), set(Path(tempfile.gettempdir()).glob("jserve-runtime-*"))
+    with pytest.raises(ConfigError, match=r"the server ended with 2: .*no/such/model.gguf"):
+        sgl.Runtime(model_path="no/such/model.gguf", port=31_500)
+    left = set(threading.enumerate()), set(Path(tempfile.gettempdir()).glob("jserve-runtime-*"))
+    assert left == before
