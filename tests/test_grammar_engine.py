@@ -282,6 +282,22 @@ def test_a_grammar_that_cannot_be_compiled_is_refused_with_its_place(engine: Eng
         ask(engine, json_schema={"type": "strange"})
 
 
+def test_a_schema_that_allows_nothing_is_refused_and_not_left_out(engine: Engine) -> None:
+    for schema in (False, "false", {"not": {}}):
+        with pytest.raises(RequestError, match="Failed to compile json_schema grammar"):
+            ask(engine, json_schema=schema)
+    with pytest.raises(RequestError, match="structural_tag grammar"):
+        ask(engine, structural_tag={})
+
+
+@pytest.mark.parametrize("value", [9007199254740993, 2**64, -(2**63) - 1, [[1, 10**22 + 1]]])
+def test_a_fixed_number_that_would_be_rounded_is_refused(engine: Engine, value: Any) -> None:
+    for schema in ({"const": value}, {"enum": ["a", value]}):
+        with pytest.raises(RequestError, match="more than a double holds exactly"):
+            ask(engine, json_schema=schema)
+    assert json.loads(ask(engine, json_schema={"const": 2**53})["text"]) == 2**53
+
+
 def test_two_grammars_are_refused(engine: Engine) -> None:
     sampling = SamplingParams(regex="a", ebnf="root ::= b")
     with pytest.raises(RequestError, match="at most one"):
@@ -357,15 +373,19 @@ def test_a_client_that_leaves_while_its_grammar_compiles_is_forgotten(
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("everybody", [False, True])
+@pytest.mark.parametrize("how", ["id", "all", "pause"])
 def test_an_abort_reaches_a_request_whose_grammar_compiles(
-    engine: Engine, never: concurrent.futures.Future[Any], everybody: bool
+    engine: Engine, never: concurrent.futures.Future[Any], how: str
 ) -> None:
     async def run() -> None:
         request = GenerateRequest(text="a", rid="early", sampling=SamplingParams(regex="slow"))
         waiting = asyncio.create_task(first(engine, request))
         await asyncio.sleep(0.05)
-        engine.abort("" if everybody else "early", abort_all=everybody)
+        if how == "pause":
+            await engine.control("pause_generation", mode="abort")
+            await engine.control("continue_generation")
+        else:
+            engine.abort("early" if how == "id" else "", abort_all=how == "all")
         spec = GrammarSpec(kind="regex", text="[a-z]{200}")
         never.set_result(await asyncio.wrap_future(engine.grammars._compile(spec)))
         output = await waiting

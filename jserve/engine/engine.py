@@ -136,6 +136,8 @@ class Engine:
         reply = await self._client.control(op, **args)
         if op == "flush_cache" and reply.ok:
             self.grammars.flush()
+        if op == "pause_generation" and reply.ok and args.get("mode", "abort") == "abort":
+            abort(self._client, "", abort_all=True)  # what waits to be sent, too
         return reply
 
     def abort(self, rid: str = "", abort_all: bool = False) -> None:

@@ -19,12 +19,13 @@ NAMES = ("json_schema", "regex", "ebnf", "structural_tag", "choices", "json_obje
 
 
 def syntax_fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The one of NAMES that asks for something, as a field of SamplingParams; {} when none does.
+    """The one of NAMES that is given, as a field of SamplingParams; {} when none is.
 
-    None, false and what is empty ask for nothing, but the schema {}, which is any JSON. Raises
-    RequestError naming the field.
+    Null asks for nothing, and so does json_object: false. Raises RequestError naming the field.
     """
-    asked = {name: given[name] for name in NAMES if _asks(name, given.get(name))}
+    asked = {name: given[name] for name in NAMES if given.get(name) is not None}
+    if asked.get("json_object") is False:
+        del asked["json_object"]
     if not asked:
         return {}
     if len(asked) > 1:
@@ -33,23 +34,21 @@ def syntax_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     ((name, value),) = asked.items()
     if name == "choices":
         try:
-            return {"regex": choice_spec(value if isinstance(value, list) else [value]).text}
-        except GrammarError:
-            rule = "choices must be a list of strings that are not empty"
+            return {"regex": choice_spec(value if isinstance(value, list) else []).text}
+        except (GrammarError, TypeError):
+            rule = "choices must be a list of strings, and none of them empty"
             raise RequestError(f"{rule}, got {value!r}.", name) from None
     if name == "json_object":
         if value is not True:
             raise RequestError(f"json_object must be true or false, got {value!r}.", name)
         return {"json_schema": JSON_OBJECT.text}
-    if isinstance(value, Mapping | bool) and name in ("json_schema", "structural_tag"):
+    if name == "json_schema" and isinstance(value, Mapping | bool):
+        return {name: json.dumps(value, ensure_ascii=False)}
+    if name == "structural_tag" and isinstance(value, Mapping):
         return {name: json.dumps(value, ensure_ascii=False)}
     if not isinstance(value, str):
         also = " or an object" if name in ("json_schema", "structural_tag") else ""
         raise RequestError(f"{name} must be a string{also}, got {value!r}.", name)
+    if not value:
+        raise RequestError(f"{name} must not be empty; leave it out, or give null.", name)
     return {name: value}
-
-
-def _asks(name: str, value: Any) -> bool:
-    if name == "json_schema" and isinstance(value, Mapping | bool):
-        return value is not False
-    return value is not None and value is not False and value != "" and value != [] and value != {}

@@ -134,7 +134,11 @@ class GrammarCompiler:
         except GrammarError as error:
             result = _Failure(str(error), float("inf"))
         except TimeoutError as error:
-            result = _Failure(str(error), self._clock() + _FORGET_SECONDS)
+            with self._lock:
+                alone = len(self._open) == 1
+            # beside others it may have been short of processor time: it may be tried again at once
+            until = self._clock() + (_FORGET_SECONDS if alone else -1.0)
+            result = _Failure(str(error), until)
             self._meter.count("num_grammar_timeout_total", 1)
             with self._lock:
                 self.counts.timeouts += 1

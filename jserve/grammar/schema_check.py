@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jserve.grammar.backend import GrammarError
@@ -38,6 +38,7 @@ _NOT_ENFORCED = frozenset(
     }
 )
 KEYWORDS = _ENFORCED | _NOT_ENFORCED
+_MOST_EXACT = 2**53  # of integers: a double holds all up to it
 _COUNTS = frozenset(
     {
         *("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
@@ -236,6 +237,8 @@ def _settle_numbers(node: Schema, at: str) -> None:
     for keyword in ("const", "enum"):
         if keyword in node:
             node[keyword] = whole(node[keyword])
+            for value in _rounded(node[keyword]):
+                raise refused(keyword, at, f"{value} is more than a double holds exactly")
     for keyword in _COUNTS & node.keys():
         node[keyword] = whole(node[keyword])
     for exclusive, limit in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
@@ -247,6 +250,15 @@ def _settle_numbers(node: Schema, at: str) -> None:
             value = node.get(keyword)
             if isinstance(value, int) and int(float(value)) != value:
                 raise refused(keyword, at, f"{value} is more than a double holds exactly")
+
+
+def _rounded(value: Any) -> Iterator[int]:
+    """The integers in it that would be written as doubles near them, or with fewer digits."""
+    if isinstance(value, int) and abs(value) > _MOST_EXACT:
+        yield value
+    elif isinstance(value, list | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _rounded(item)
 
 
 def whole(value: Any) -> Any:

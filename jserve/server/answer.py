@@ -67,6 +67,7 @@ def chat_choice(output: Output, tokenizer: Tokenizer, return_token_ids: bool) ->
         "logprobs": None if logprobs is None else chat_logprobs(tokenizer, logprobs, 0),
         "finish_reason": reason,
         "matched_stop": matched,
+        **abort_message(output.finish),
     }
     if return_token_ids:
         choice["token_ids"] = output.output_ids
@@ -76,3 +77,10 @@ def chat_choice(output: Output, tokenizer: Tokenizer, return_token_ids: bool) ->
 def finish(reason: FinishReason | None) -> tuple[str | None, int | str | None]:
     """OpenAI's finish_reason and SGLang's matched_stop."""
     return (None, None) if reason is None else (reason.type, reason.matched)
+
+
+def abort_message(reason: FinishReason | None) -> dict[str, str]:
+    """Why an answer is not whole, as a field of its choice; others do not have it."""
+    if reason is None or reason.type != "abort":
+        return {}
+    return {"abort_message": reason.message or ""}

@@ -53,7 +53,7 @@ class OpenAIBody(Body):
     regex: str | None = None
     ebnf: str | None = None
     structural_tag: str | dict[str, Any] | None = None
-    choices: list[str] = field(default_factory=list)
+    choices: list[str] | None = None
     json_object: bool = False
     user: str = ""  # accepted
     metadata: dict[str, str] = field(default_factory=dict)  # accepted

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from jserve.errors import RequestError
 from jserve.server import openai
-from jserve.server.answer import chat_choice
+from jserve.server.answer import abort_message, chat_choice
 from jserve.server.bodies import ChatBody, Message
 from jserve.server.exchange import Serving, origin, read_body
 from jserve.server.ids import check_ids
@@ -143,7 +143,8 @@ class ChatShape:
             chunks.append(chunk)
         if output.finish is not None:
             reason = {"finish_reason": output.finish.type, "matched_stop": output.finish.matched}
-            chunks.append(_chunk(index, {}) | reason)
+            why = {} if output.finish.type != "abort" else abort_message(output.finish)
+            chunks.append(_chunk(index, {}) | reason | why)
         return chunks
 
 

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from jserve.errors import RequestError
 from jserve.server import openai
-from jserve.server.answer import finish
+from jserve.server.answer import abort_message, finish
 from jserve.server.bodies import CompletionBody
 from jserve.server.exchange import Serving, origin, read_body
 from jserve.server.ids import check_ids
@@ -110,6 +110,7 @@ class CompletionShape:
             "logprobs": self._logprobs[index].write(output),
             "finish_reason": reason,
             "matched_stop": matched,
+            **abort_message(output.finish),
         }
         if self._body.return_token_ids:
             choice["token_ids"] = token_ids

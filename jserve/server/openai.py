@@ -42,8 +42,8 @@ def sampling(body: OpenAIBody, limit: int | None, defaults: Mapping[str, Any]) -
         value = defaults.get(name) if given is None else given
         return last if value is None else value
 
-    syntax = [body.response_format, body.json_schema, body.regex, body.ebnf, body.structural_tag]
-    constrained = any((*syntax, body.choices, body.json_object, body.json_schema == {}))
+    syntax = (body.json_schema, body.regex, body.ebnf, body.structural_tag, body.choices)
+    constrained = body.response_format or body.json_object or syntax != (None,) * 5
     # generation_config.json writes 0 for "all".
     top_k = -1 if body.top_k is None and defaults.get("top_k") == 0 else body.top_k
     return SamplingParams(

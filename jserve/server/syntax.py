@@ -15,7 +15,9 @@ _TYPES = ("text", "json_object", "json_schema", "structural_tag")
 def answer_syntax(body: OpenAIBody) -> dict[str, Any]:
     """Fields of SamplingParams. Raises RequestError naming the field."""
     given = {name: getattr(body, name) for name in NAMES}
-    given = {name: value for name, value in given.items() if value not in (None, False, "", [])}
+    given = {name: value for name, value in given.items() if value is not None}
+    if not body.json_object:
+        del given["json_object"]
     asked = _response_format(body.response_format or {})
     if asked and given:
         name = next(iter(given))
