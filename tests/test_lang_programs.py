@@ -110,7 +110,7 @@ def test_arguments_by_place_by_name_bound_and_wrong(make):
         (lambda: ask.run("a", "b", "c", backend=backend), "takes 2 arguments, got 3"),
         (lambda: ask.run(qestion="a", backend=backend), "has no argument qestion"),
         (lambda: ask.bind(other=1), "has no argument other"),
-        (lambda: ask.run_batch([("a",)], backend=backend), "takes 2 arguments (question, more)"),
+        (lambda: ask.run_batch([()], backend=backend), "takes 1 to 2 arguments (question, more)"),
         (lambda: ask.run_batch([], temprature=1, backend=backend), "has no argument temprature"),
         (lambda: ask.run("a"), "no backend: pass backend="),
     ):
@@ -882,3 +882,65 @@ def test_steps_say_what_each_call_reused_and_computed(make):
     assert second.usage.cached_tokens == 43  # the first prompt and its answer
     assert state.usage == first.usage + second.usage
     assert first.site.line == ask.func.__code__.co_firstlineno + 4
+
+
+def test_a_branch_takes_text_by_its_number_and_is_not_replaced() -> None:
+    @sgl.function
+    def tips(s):
+        branches = s.fork(2)
+        for i in range(2):
+            branches[i] += f"Tip {i + 1}:"
+            branches[i] += sgl.gen("tip")
+        branches.join()
+        with pytest.raises(sgl.ExpressionError, match="another's place"):
+            branches[0] = branches[1]
+
+    state = tips.run(backend=TestBackend({"tip": ["one", "two"]}))
+    assert sorted(state["tip"]) == ["one", "two"]
+
+
+def test_tuples_of_a_batch_may_leave_out_what_has_a_default() -> None:
+    @sgl.function
+    def pair(s, a, b="x"):
+        s += a + b
+
+    states = pair.run_batch([("u",), ("u", "v")], backend=TestBackend({}))
+    assert [state.text() for state in states] == ["ux", "uv"]
+    for item, message in (((), "takes 1 to 2"), (("a", "b", "c"), "takes 1 to 2"), (3, "a tuple")):
+        with pytest.raises(sgl.ExpressionError, match=message):
+            pair.run_batch([item], backend=TestBackend({}))
+
+
+def test_functions_that_cannot_be_programs_are_refused_where_they_are_made() -> None:
+    async def waits(s):
+        s += "a"
+
+    def yields(s):
+        yield s
+
+    def stars(s, *words):
+        s += words
+
+    def by_place(s, word, /):
+        s += word
+
+    for func in (waits, yields, stars, by_place):
+        with pytest.raises(sgl.ExpressionError, match=func.__name__):
+            sgl.function(func)
+
+    @sgl.function
+    def others(s, word, **more):
+        s += word + repr(more)
+
+    assert others.run("q", z=1, backend=TestBackend({})).text() == "q{'z': 1}"
+
+
+@pytest.mark.parametrize("method", ["greedy_token_selection", None, 0.0])
+def test_a_choices_method_by_another_name_is_refused_at_the_call(method) -> None:
+    with pytest.raises(sgl.ExpressionError, match="choices_method must be one of"):
+        sgl.select("k", ["x"], choices_method=method)
+
+
+def test_a_url_is_no_backend_and_the_message_says_what_is() -> None:
+    with pytest.raises(sgl.ExpressionError, match=r"RuntimeEndpoint\(url\)"):
+        sgl.set_default_backend("http://127.0.0.1:30000")

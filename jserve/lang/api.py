@@ -119,6 +119,11 @@ def select(
     """The likeliest of `choices`, as variable `name`. Raises ExpressionError without choices."""
     if not choices or isinstance(choices, str) or not all(isinstance(c, str) for c in choices):
         raise ExpressionError(f"select needs a list of texts as choices, got {choices!r}.")
+    if not isinstance(choices_method, ChoicesMethod):
+        names = (
+            "token_length_normalized, greedy_token_selection, unconditional_likelihood_normalized"
+        )
+        raise ExpressionError(f"choices_method must be one of {names}, got {choices_method!r}.")
     return ir.Select(name, tuple(choices), temperature, choices_method, caller())
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 #: (log-probability or None, token id, its text or None), as servers send them.
 Entry = Sequence[Any]
@@ -39,6 +39,7 @@ class Scores:
         return [_mean(_values(entries)) for entries in self.tokens]
 
 
+@runtime_checkable
 class ChoicesMethod(Protocol):
     @property
     def name(self) -> str: ...

@@ -25,6 +25,11 @@ def _(given: Engine) -> Backend:
 
 
 @as_backend.register
+def _(given: str) -> Backend:
+    raise ExpressionError(f"backend={given!r} is a text; for a server use RuntimeEndpoint(url).")
+
+
+@as_backend.register
 def _(given: Runtime) -> Backend:
     return given.endpoint
 

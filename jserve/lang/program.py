@@ -42,8 +42,15 @@ class SglFunction:
         parameters = list(inspect.signature(func).parameters.values())
         if not parameters or parameters[0].name != "s":
             raise ExpressionError(f"the first argument of {func.__name__} must be called s.")
+        if inspect.iscoroutinefunction(func) or inspect.isgeneratorfunction(func):
+            raise ExpressionError(f"{func.__name__} must be a plain function: no async, no yield.")
+        for one in parameters[1:]:
+            if one.kind in (one.VAR_POSITIONAL, one.POSITIONAL_ONLY):
+                why = f"{one} cannot be given by name"
+                raise ExpressionError(f"{func.__name__}: {why}; programs take named arguments.")
         self._parameters = parameters[1:]
-        self.arg_names = [parameter.name for parameter in parameters[1:]]
+        named = [one for one in self._parameters if one.kind is not one.VAR_KEYWORD]
+        self.arg_names = [parameter.name for parameter in named]
         self.__doc__, self.__name__ = func.__doc__, func.__name__
 
     @property
@@ -208,13 +215,18 @@ class SglFunction:
         """One item of a batch as arguments."""
         if isinstance(item, Mapping):
             return self._arguments((), item)
+        if not isinstance(item, list | tuple):
+            raise ExpressionError(f"an item of a batch must be a dict or a tuple, got {item!r}.")
         free = [name for name in self.arg_names if name not in self.bind_arguments]
-        if len(item) != len(free):
+        must = {one.name for one in self._parameters if one.default is one.empty}
+        least = sum(name in must for name in free)
+        if not least <= len(item) <= len(free):
+            count = len(free) if least == len(free) else f"{least} to {len(free)}"
             raise ExpressionError(
-                f"{self.__name__} takes {len(free)} arguments ({', '.join(free)}), "
+                f"{self.__name__} takes {count} arguments ({', '.join(free)}), "
                 f"but an item of the batch has {len(item)}."
             )
-        return self._arguments((), dict(zip(free, item, strict=True)))
+        return self._arguments((), dict(zip(free, item, strict=False)))
 
     def _dummies(self, given: Mapping[str, Any]) -> dict[str, Any]:
         return {**tracing.dummies(self._parameters), **given, **self.bind_arguments}

@@ -216,6 +216,11 @@ class Branches:
     def __getitem__(self, index: int) -> ProgramState:
         return self._states[index]
 
+    def __setitem__(self, index: int, state: ProgramState) -> None:
+        """For `branches[i] += …`, which gives back the state that was there."""
+        if state is not self._states[index]:
+            raise ExpressionError("a branch cannot be put in another's place; add to it with +=.")
+
     def __len__(self) -> int:
         return len(self._states)
 
