@@ -136,7 +136,7 @@ class _Tokens:
         self._longest = max(map(len, self.tokens))
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Greedy, longest token first, up to a byte that no token has: only forced runs need it."""
+        """Greedy, longest token first, up to a byte that no token has: llguidance asks for it."""
         data = text.encode() if isinstance(text, str) else text
         ids: list[int] = []
         length = 1
