@@ -86,7 +86,11 @@ def constrain(
     logits = logits.at[rows, params.bias_ids].add(params.bias_values, **scatter)
     too_short = (index < params.ints[:, batch.MIN_NEW_TOKENS])[:, None]
     forbidden = jnp.where(too_short, params.stop_ids, logits.shape[1] + params.stop_ids)
-    logits = logits.at[rows, forbidden].set(-jnp.inf, **scatter)
+    return allowed(logits.at[rows, forbidden].set(-jnp.inf, **scatter), mask)
+
+
+def allowed(logits: jax.Array, mask: jax.Array) -> jax.Array:
+    """Logits [N, V], −inf where the bit of int32 [N, ceil(V / 32)] is 0."""
     bits = (mask[:, :, None] >> jnp.arange(32, dtype=jnp.int32)[None, None, :]) & 1
     bits = bits.reshape(mask.shape[0], -1)[:, : logits.shape[1]]
     return jnp.where(bits != 0, logits, -jnp.inf)

@@ -1,4 +1,4 @@
-"""Grammar bitmasks as the full head takes them: int32 [rows, ceil(V / 32)], a set bit allows."""
+"""Grammar bitmasks as a head takes them: int32 [rows, ceil(V / 32)], a set bit allows."""
 
 from __future__ import annotations
 

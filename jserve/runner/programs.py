@@ -5,7 +5,7 @@ Owns what each program computes; manifest.py compiles them, runner.py calls them
     forward(params, kv*, state*, packed) → kv, state, Hidden
         decode rows or ragged rows, one bucket each
     head(head params, state*, rows, slots, index, mask) → state, out
-        tokens [n], with logprobs [n, 74]: token, logprobs.py's columns; mask: full variants only
+        tokens [n], with logprobs [n, 74]: token, logprobs.py's columns
     edit(state*, packed) → state
         slots at admission and resumption
 
@@ -78,18 +78,19 @@ class Programs:
             hidden: jax.Array,
             slots: jax.Array,
             output_index: jax.Array,
-            *mask: jax.Array,
+            mask: jax.Array,
         ) -> tuple[SlotState, jax.Array]:
             slots, output_index = slots[:rows], output_index[:rows]
             logits = self.logits(params, hidden[:rows], whole=full or logprobs)
             params_of_rows = jax.tree.map(lambda leaf: leaf[slots], state.params)
             if full:
-                operands = (logits, params_of_rows, state.counts[slots], output_index, mask[0])
+                operands = (logits, params_of_rows, state.counts[slots], output_index, mask)
                 tokens, distance = sampling.sample(*operands, platform=shapes.rules.platform)
                 counted = jnp.where(tokens < 0, shapes.vocab, tokens)
                 counts = state.counts.at[slots, counted].add(1, mode="drop")
                 state = dataclasses.replace(state, counts=counts)
             else:
+                logits = sampling.allowed(logits, mask)
                 tokens = sampling.argmax(logits)
                 distance = sampling.distances(logits, params_of_rows)
             last_token = state.last_token.at[slots].set(jnp.maximum(tokens, 0))
@@ -102,7 +103,7 @@ class Programs:
         num_slots = self.buckets.num_slots
         slots, mask = shapes.int32(num_slots), shapes.int32(rows, math.ceil(shapes.vocab / 32))
         arguments = (shapes.head_params, shapes.state, shapes.hidden_rows(num_slots))
-        arguments = (*arguments, slots, slots, *((mask,) if full else ()))
+        arguments = (*arguments, slots, slots, mask)
         out = (shardings(shapes.state), shapes.replicated)
         return Program(Key("head", rows, full, logprobs), head, arguments, (1,), out)
 

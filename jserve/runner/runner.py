@@ -149,16 +149,12 @@ class Runner:
             self._state = recount(self._ready[Key("recount")], self._state, resumed)
 
     def _head(self, flight: InFlight, hidden: Hidden, mask: np.ndarray | None) -> None:
-        full = flight.plan.full_sampler or mask is not None
-        keys = self._buckets.heads(flight.num_sampled, full, flight.plan.logprobs)
+        plan = flight.plan
+        keys = self._buckets.heads(flight.num_sampled, plan.full_sampler, plan.logprobs)
         key, head = self._first_ready(keys)
-        masks: tuple[jax.Array | np.ndarray, ...] = ()
-        if mask is not None:
-            masks = (pad_mask(mask, key.size),)
-        elif key.variant:
-            masks = (self._no_mask[key.size],)
+        allowed = self._no_mask[key.size] if mask is None else pad_mask(mask, key.size)
         rows = (hidden.rows, hidden.slots, hidden.output_index)
-        self._state, out = head(self._head_params, self._state, *rows, *masks)
+        self._state, out = head(self._head_params, self._state, *rows, allowed)
         out.copy_to_host_async()
         flight.out = out
 
