@@ -12,6 +12,7 @@ from jserve.__main__ import main
 from jserve.bench import commands
 from jserve.bench.program import chosen, compare_work
 from jserve.bench.programs import PROGRAMS, Work
+from jserve.bench.programs.__main__ import main as run_programs
 from jserve.bench.programs.agent import Library
 from jserve.bench.programs.rag import retrieve
 from jserve.engine.engine import Engine
@@ -24,8 +25,8 @@ INTRO = "An introduction that every program of this batch shares, in a few words
 
 
 @sgl.function
-def small(s, number):
-    s += INTRO + "Number "
+def small(s, number, scale=1):
+    s += INTRO * scale + "Number "
     s += str(number) + ":"
     branches = s.fork(2)
     branches += lambda i: f"{i}" + sgl.gen("x", max_tokens=3)
@@ -80,6 +81,10 @@ def test_what_the_command_refuses(capsys):
     assert main(["bench", "program", "fake", "--repeat", "0"]) == 2
     with pytest.raises(ConfigError, match="--items must be >= 1"):
         chosen(None, 0)
+    with pytest.raises(ConfigError, match="--scale must be >= 1, got 0"):
+        chosen(None, 1, 0)
+    with pytest.raises(SystemExit):
+        run_programs(["rag", "--scale", "0"])
 
 
 SCRIPT = {
@@ -89,7 +94,7 @@ SCRIPT = {
     "topic": " Sports",
     "country": " Peru\n",
     "population": " 1234\n",
-    "facts": '{"name": "x"}',
+    "facts": '{"name": "x", "country": "y", "population": 1, "large": false}',
     "answer": "It is.",
     "verdict": " useful",
     "argument": "Bergen",
@@ -109,6 +114,18 @@ def test_a_program_runs_on_a_script_and_has_a_long_prefix(name):
     prefix = work.program.trace().prefix
     assert len(prefix) > 300, "a batch of it shares a prefix"
     backend.shutdown()
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_prompts_grow_with_the_scale(name):
+    texts = []
+    for (work,) in (chosen([name], 1), chosen([name], 1, 3)):
+        backend = sgl.TestBackend(SCRIPT)
+        (state,) = work.program.run_batch(work.items, backend=backend)
+        assert state.error() is None
+        texts.append(state.text())
+        backend.shutdown()
+    assert 1.7 < len(texts[1]) / len(texts[0]) < 3.0
 
 
 def test_the_tools_of_the_agent_and_of_retrieval():

@@ -93,12 +93,51 @@ def test_a_file_that_is_not_there_or_holds_no_python_or_many_programs(tmp_path, 
     path = tmp_path / "p.py"
     assert main(["lang", "explain", str(path)]) == 2
     assert "No such file" in capsys.readouterr().err
+    assert main(["lang", "explain", str(tmp_path)]) == 2
+    assert f"{tmp_path}: Is a directory" in capsys.readouterr().err
     path.write_text("def (")
     assert main(["lang", "explain", str(path)]) == 2
     assert f"{path}:1: " in capsys.readouterr().err
     path.write_text(PROGRAM + PROGRAM.replace("essay", "poem"))
     assert main(["lang", "explain", str(path)]) == 2
     assert "choose one with --function" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "\ndef f():\n    raise LookupError('no\\nluck')\nf()",
+            ":3: LookupError: no luck",
+        ),
+        ("import no_such_module", ":1: ModuleNotFoundError: No module named 'no_such_module'"),
+        ("open('/no/such/file')", ":1: FileNotFoundError: "),
+        ("exit(3)", ": SystemExit: 3"),
+        ("\0", "null bytes"),
+        ("x = '\udcff'", "utf-8"),
+        (
+            "import jserve.lang as sgl\n@sgl.function\ndef f(state): pass",
+            ":2: ExpressionError: the first argument of f must be called s.",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_imported_is_one_line_with_its_own_line(
+    tmp_path, text, message, capsys
+):
+    path = tmp_path / "p.py"
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    assert main(["lang", "explain", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert str(path) in error and message in error and error.count("\n") == 1, error
+
+
+@pytest.mark.parametrize("page", ["no/such/folder/x.html", "."])
+def test_a_page_that_cannot_be_written_is_told_before_the_run(file, page, capsys):
+    argv = ["lang", "explain", str(file), "--html", str(file.parent / page)]
+    assert main([*argv, "--url", "http://127.0.0.1:9", "--args", '{"topic": "x"}']) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1 and captured.out == ""
+    assert f"--html {file.parent / page}: " in captured.err
 
 
 def test_a_run_that_fails_is_one_line_with_the_place(file, capsys):

@@ -138,7 +138,7 @@ def test_role_blocks_and_variable_scopes(make):
             s += "this?"
         with s.assistant():
             s += sgl.gen("a")
-        s += s.system("end")
+        s.system("end")
 
     state = program.run(backend=make({"a": "That."}))
     assert state["asked"] == "What is this?"
@@ -213,7 +213,7 @@ def test_a_schema_may_be_a_dict_and_the_script_must_follow_it(make):
     backend = make({"x": ["{}", "no json"]})
     assert program.run(backend=backend)["x"] == "{}"
     assert backend.calls[0].sampling.json_schema == '{"type": "object"}'
-    assert "is not JSON" in str(program.run(backend=backend).error())
+    assert "'no json', does not match its json_schema" in str(program.run(backend=backend).error())
 
 
 def test_n_answers_are_a_list_and_the_text_goes_on_with_the_first(make):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import jserve.lang as sgl
-from jserve.errors import ConfigError
+from jserve.errors import ConfigError, JserveError
 from jserve.lang.runtime import _free_port
 
 pytestmark = pytest.mark.timeout(100)
@@ -21,6 +21,17 @@ def test_wrong_flags_are_told_before_anything_starts():
         sgl.Runtime(model_path="m", page_sise=1)
     with pytest.raises(ConfigError, match="--model-path is required"):
         sgl.Runtime()
+
+
+@pytest.mark.parametrize("seconds", [0, -1, "300", None, float("nan")])
+def test_a_launch_timeout_that_is_none_is_told_before_anything_starts(seconds):
+    with pytest.raises(ConfigError, match=r"launch_timeout must be a number of seconds > 0, got "):
+        sgl.Runtime(model_path="no/such/model.gguf", launch_timeout=seconds)
+
+
+def test_a_server_that_takes_too_long_is_stopped_and_says_what_to_change():
+    with pytest.raises(JserveError, match=r"not ready within launch_timeout=0\.2 seconds and was"):
+        sgl.Runtime(model_path="no/such/model.gguf", port=31_600, launch_timeout=0.2)
 
 
 def test_the_first_port_that_nobody_has_is_taken():

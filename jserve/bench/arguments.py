@@ -123,6 +123,8 @@ def add_program(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--programs", nargs="+", metavar="NAME", help="which [all six]")
     parser.add_argument("--items", type=int, metavar="INT", help="runs of each program [its own]")
     parser.add_argument("--repeat", type=int, default=1, metavar="INT", help="best of so many [1]")
+    help_ = "examples and texts of the prompts, times over; at 3 they have 1300 to 2700 tokens [1]"
+    parser.add_argument("--scale", type=int, default=1, metavar="INT", help=help_)
     add_output(parser)
 
 

@@ -151,7 +151,7 @@ def compare(parsed: argparse.Namespace, config: Config) -> None:
 
 def program(parsed: argparse.Namespace, config: Config) -> None:
     """Programs and their calls flattened, on one engine; answers compared."""
-    works = chosen(parsed.programs, parsed.items)
+    works = chosen(parsed.programs, parsed.items, parsed.scale)
     if parsed.repeat < 1:
         raise ConfigError(f"--repeat must be >= 1, got {parsed.repeat}")
     results = []

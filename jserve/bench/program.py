@@ -22,14 +22,16 @@ from jserve.lang.backends.native import NativeBackend
 ARMS = ("flat", "flat-radix", "program")
 
 
-def chosen(names: Sequence[str] | None, num_items: int | None = None) -> list[Work]:
+def chosen(names: Sequence[str] | None, num_items: int | None = None, scale: int = 1) -> list[Work]:
     """The programs of these names, on so many of their items. Raises ConfigError."""
     unknown = [name for name in names or () if name not in PROGRAMS]
     if unknown:
         raise ConfigError(f"--programs knows {', '.join(PROGRAMS)}, got {unknown[0]}")
     if num_items is not None and num_items < 1:
         raise ConfigError(f"--items must be >= 1, got {num_items}")
-    works = [PROGRAMS[name] for name in names or PROGRAMS]
+    if scale < 1:
+        raise ConfigError(f"--scale must be >= 1, got {scale}")
+    works = [PROGRAMS[name].scaled(scale) for name in names or PROGRAMS]
     return [dataclasses.replace(work, items=work.items[:num_items]) for work in works]
 
 

@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mappi
 from typing import Any, TypeVar
 
 from jserve.lang.errors import ExpressionError
+from jserve.lang.growing import GrowingText
 
 _T = TypeVar("_T")
 _LOGPROBS = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
@@ -38,7 +39,7 @@ class Board:
         self._open_names = open_names
         #: The thread whose reads must not wait for what it has to write itself.
         self._writer = None if open_names else threading.get_ident()
-        self._text = text
+        self._text = GrowingText(text)
         self._values: dict[str, Any] = dict(values or {})
         self._meta: dict[str, Any] = {}
         self._declared = dict.fromkeys(self._values)  # in order
@@ -86,11 +87,8 @@ class Board:
         self._change(change)
 
     def write(self, delta: str) -> None:
-        def change() -> None:
-            self._text += delta
-
         if delta:
-            self._change(change)
+            self._change(lambda: self._text.add(delta))
 
     def grow(self, name: str, delta: str, meta: dict[str, Any]) -> None:
         """A piece of a variable's value, with the meta information of this piece."""
@@ -125,7 +123,18 @@ class Board:
 
     @property
     def text(self) -> str:
-        return self._text
+        with self._changed:
+            return self._text.whole
+
+    @property
+    def length(self) -> int:
+        """Characters of the text."""
+        return len(self._text)
+
+    def since(self, position: int) -> str:
+        """The text behind its first `position` characters."""
+        with self._changed:
+            return self._text.since(position)
 
     @property
     def values(self) -> dict[str, Any]:
@@ -251,7 +260,7 @@ class Board:
         over = self._settled()
         if not (self.streaming or over):
             return None
-        fresh = self._text[reader.position :]
+        fresh = self._text.since(reader.position)
         reader.position += len(fresh)
         reader.complete = over and self._error is None
         return fresh, {}
@@ -264,8 +273,11 @@ class Board:
         if not pieces:
             if whole is _NOTHING or reader.complete:
                 return None
+            if not isinstance(whole, str):
+                kind = type(whole).__name__
+                raise ExpressionError(f"text_iter: {name} is a {kind}, no text; read s[{name!r}].")
             reader.complete = True
-            return str(whole), self._meta.get(name) or {}
+            return whole, self._meta.get(name) or {}
         fresh = pieces[reader.position :]
         reader.position += len(fresh)
         reader.complete = whole is not _NOTHING

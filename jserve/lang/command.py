@@ -9,6 +9,7 @@ import argparse
 import json
 import runpy
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ def explain(parsed: argparse.Namespace) -> None:
     ends the run."""
     program = _program(Path(parsed.file), parsed.function)
     arguments = _arguments(program, parsed.args)
+    if parsed.html is not None:
+        _write(parsed.html, "a", "")  # what a run costs is not lost to a wrong path
     if parsed.url:
         steps, prefix_len = _run(program, arguments, parsed)
     else:
@@ -32,8 +35,16 @@ def explain(parsed: argparse.Namespace) -> None:
         prefix_len = len(program.trace().prefix)
     print(as_text(program.__name__, steps, prefix_len), end="")
     if parsed.html is not None:
-        page = as_html(program.__name__, steps, prefix_len)
-        Path(parsed.html).write_text(page, encoding="utf-8")
+        _write(parsed.html, "w", as_html(program.__name__, steps, prefix_len))
+
+
+def _write(path: str, mode: str, page: str) -> None:
+    """Raises ConfigError."""
+    try:
+        with Path(path).open(mode, encoding="utf-8") as file:
+            file.write(page)
+    except OSError as error:
+        raise ConfigError(f"--html {path}: {error.strerror}") from None
 
 
 def _run(
@@ -83,15 +94,27 @@ def _program(path: Path, name: str | None) -> SglFunction:
 
 
 def _defined(path: Path) -> dict[str, Any]:
-    """What a file defines when it is imported, as a program of its own folder."""
+    """What a file defines when it is imported, as a program of its own folder. Raises ConfigError
+    for whatever it raises."""
     before = global_config.default_backend
     sys.path.insert(0, str(path.parent))
     try:
+        path.open("rb").close()  # run_path would take a folder for a package
         return runpy.run_path(str(path), run_name="jserve_program")
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
     except SyntaxError as error:
-        raise ConfigError(f"{path}:{error.lineno}: {error.msg}") from None
+        where = f"{error.filename or path}:{error.lineno}" if error.lineno else f"{path}"
+        raise ConfigError(f"{where}: {error.msg}") from None
+    except (Exception, SystemExit) as error:  # of the file's own code: anything
+        raise ConfigError(_told(path, error)) from error
     finally:
         sys.path.remove(str(path.parent))
         global_config.default_backend = before
+
+
+def _told(path: Path, error: BaseException) -> str:
+    """In one line, with the file's own line where it came through one."""
+    if isinstance(error, OSError) and error.filename == str(path):
+        return f"{path}: {error.strerror}"
+    own = [at for at in traceback.extract_tb(error.__traceback__) if at.filename == str(path)]
+    where = f"{path}:{own[-1].lineno}" if own else f"{path}"
+    return f"{where}: {type(error).__name__}: {' '.join(str(error).split())}"

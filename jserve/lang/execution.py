@@ -52,22 +52,22 @@ class Execution:
         self.steps.append(Step("text", site, text=node.value))
 
     async def _role_begin(self, node: ir.RoleBegin, site: Site) -> None:
-        at = len(self._board.text)
+        at = self._board.length
         await self._transcript.begin(node.role, await self._backend.template())
-        self.ahead.follow(self._board.text[at:])
-        self.steps.append(Step("role", site, node.role, self._board.text[at:]))
+        self.ahead.follow(self._board.since(at))
+        self.steps.append(Step("role", site, node.role, self._board.since(at)))
 
     async def _role_end(self, node: ir.RoleEnd, site: Site) -> None:
-        at = len(self._board.text)
+        at = self._board.length
         await self._transcript.end(node.role, await self._backend.template())
-        self.ahead.follow(self._board.text[at:])
-        self.steps.append(Step("role", site, text=self._board.text[at:]))
+        self.ahead.follow(self._board.since(at))
+        self.steps.append(Step("role", site, text=self._board.since(at)))
 
     async def _scope_begin(self, node: ir.ScopeBegin, site: Site) -> None:
-        self._scopes[node.name] = len(self._board.text)
+        self._scopes[node.name] = self._board.length
 
     async def _scope_end(self, node: ir.ScopeEnd, site: Site) -> None:
-        self._board.put(node.name, self._board.text[self._scopes.pop(node.name) :])
+        self._board.put(node.name, self._board.since(self._scopes.pop(node.name)))
 
     def _prompt(self, name: str | None) -> Prompt:
         transcript = self._transcript
@@ -90,18 +90,18 @@ class Execution:
             first = answer.text if sampling.n == 1 else answer.text[0]
             self._transcript.write(first)
         step.text, step.usage, step.seconds = first, answer.usage, time.perf_counter() - started
-        self.seen = Seen(len(self._board.text), answer.seen_tokens)
+        self.seen = Seen(self._board.length, answer.seen_tokens)
         if node.name is not None:
             self._publish(node.name, answer.text, answer.meta)
 
     async def _streamed(self, prompt: Prompt, sampling: Sampling) -> Generation:
-        text, last = "", Generation("", {}, Usage())
+        texts, last = [], Generation("", {}, Usage())
         async for last in self._backend.generate_stream(prompt, sampling):
             self._transcript.write(last.text)
-            text += last.text
+            texts.append(last.text)
             if prompt.name is not None:
                 self._board.grow(prompt.name, last.text, last.meta)
-        return dataclasses.replace(last, text=text)
+        return dataclasses.replace(last, text="".join(texts))
 
     async def _select(self, node: ir.Select, site: Site) -> None:
         prompt, started = self._prompt(node.name), time.perf_counter()
@@ -113,12 +113,12 @@ class Execution:
         self.ahead.follow(decision.decision)
         self._transcript.write(decision.decision)
         step.text, step.seconds = decision.decision, time.perf_counter() - started
-        self.seen = Seen(len(self._board.text), selection.seen_tokens)
+        self.seen = Seen(self._board.length, selection.seen_tokens)
         if node.name is not None:
             self._publish(node.name, decision.decision, decision.meta_info)
 
     async def _commit(self, node: ir.Commit, site: Site) -> None:
-        chars = len(self._board.text)
+        chars = self._board.length
         if not chars or (self.seen.chars and chars - self.seen.chars < MIN_COMMIT):
             return
         step, started = Step("commit", site, detail=f"{node.num_branches}"), time.perf_counter()

@@ -50,7 +50,7 @@ class StreamExecutor:
         self.sid = uuid.uuid4().hex
         self.backend, self.sampling, self.mode, self.board = backend, sampling, mode, board
         self.transcript = transcript
-        self.fork_start_text_pos = len(board.text)
+        self.fork_start_text_pos, self.fork_start_role = board.length, transcript.role
         self.children: list[StreamExecutor] = []
         self.execution = Execution(backend, sampling, transcript, mode.stream)
         self._queue: asyncio.Queue[tuple[ir.Expr, Site] | None] = asyncio.Queue()

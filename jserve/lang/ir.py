@@ -7,13 +7,13 @@ Owns the kinds of expression and how they are put in a row with `+`; what they d
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn, TypeAlias
 
 from jserve.lang.choices import ChoicesMethod
 from jserve.lang.errors import ExpressionError
 from jserve.lang.sampling import Sampling
-from jserve.lang.site import Site
+from jserve.lang.site import Site, caller
 
 
 class Expr:
@@ -26,6 +26,17 @@ class Expr:
 
     def __radd__(self, other: Any) -> ExprList:
         return ExprList((*parts(as_expr(other)), *parts(self)))
+
+    def __str__(self) -> str:
+        """Refused, as in an f-string: text of it would be Python's, not the model's."""
+        what = "an expression" if isinstance(self, ExprList) else described(self, caller())[1]
+        raise ExpressionError(
+            f"{what} has no text before it is run: put it beside text with +, as in "
+            '"a " + gen("x") + " b", not into an f-string, format() or str().'
+        )
+
+    def __format__(self, spec: str) -> str:
+        return str(self)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,8 +117,11 @@ class Unknown(Expr):
         raise TypeError(f"{self!r} has no value while the program is traced")
 
     __bool__ = __len__ = __iter__ = __contains__ = __getitem__ = _refuse
-    __str__ = __format__ = __int__ = __float__ = __index__ = _refuse
+    __str__ = __int__ = __float__ = __index__ = _refuse
     __lt__ = __le__ = __gt__ = __ge__ = _refuse
+
+    def __format__(self, spec: str) -> str:
+        return self._refuse()
 
     def __eq__(self, other: object) -> bool:
         return self._refuse()
@@ -138,6 +152,38 @@ class Variable(Unknown):
         return f"the variable {self.name}"
 
 
+class Said:
+    """What `s.user(x)` gives back: the message is added already, so nothing takes it again."""
+
+    __slots__ = ("_role",)
+
+    def __init__(self, role: str) -> None:
+        self._role = role
+
+    def __add__(self, other: Expr | str) -> NoReturn:
+        self.refuse()
+
+    def __radd__(self, other: Expr | str) -> NoReturn:
+        self.refuse()
+
+    def __str__(self) -> str:
+        return self.refuse()
+
+    def __format__(self, spec: str) -> str:
+        return self.refuse()
+
+    def refuse(self) -> NoReturn:
+        role = self._role
+        raise ExpressionError(
+            f"s.{role}(…) has added its message already: let it stand alone, or make an "
+            f"expression with sgl.{role}(…), as in s += sgl.{role}(…)."
+        )
+
+
+#: What `s +=` takes.
+Addable: TypeAlias = Expr | str | Sequence[Any]
+
+
 def as_expr(value: Any) -> Expr:
     """Text, or an expression as it is. Raises ExpressionError."""
     if isinstance(value, Expr):
@@ -146,6 +192,8 @@ def as_expr(value: Any) -> Expr:
         return Text(value)
     if isinstance(value, list | tuple):
         return ExprList(tuple(part for item in value for part in parts(as_expr(item))))
+    if isinstance(value, Said):
+        value.refuse()
     raise ExpressionError(f"s += takes text or an expression such as gen(), got {value!r}.")
 
 

@@ -9,7 +9,7 @@ import asyncio
 import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, overload
+from typing import Any, Literal, TypeAlias, Unpack, overload
 
 from jserve.lang import batch, tracing
 from jserve.lang.ahead import Ahead
@@ -18,11 +18,13 @@ from jserve.lang.board import Board
 from jserve.lang.control import find_backend
 from jserve.lang.errors import ExpressionError
 from jserve.lang.executor import Mode, StreamExecutor
-from jserve.lang.sampling import FIELDS, Sampling
+from jserve.lang.sampling import FIELDS, Sampling, SamplingArguments
 from jserve.lang.settings import global_config
 from jserve.lang.state import ProgramState
 from jserve.lang.transcript import Transcript
 
+#: Of a batch: arguments of each run, all by name or all by place.
+Items: TypeAlias = Sequence[Mapping[str, Any]] | Sequence[Sequence[Any]]
 #: A cached prefix is worth its call from so many characters on.
 MIN_PREFIX = 64
 
@@ -96,16 +98,49 @@ class SglFunction:
         self._run(state, arguments)
         return state
 
+    @overload
     def run_batch(
         self,
-        batch_kwargs: Sequence[Mapping[str, Any]] | Sequence[Sequence[Any]],
+        batch_kwargs: Items,
+        *,
+        backend: Any = None,
+        num_threads: int | Literal["auto"] = "auto",
+        progress_bar: bool = False,
+        generator_style: Literal[False] = False,
+        **sampling: Unpack[SamplingArguments],
+    ) -> list[ProgramState]: ...
+    @overload
+    def run_batch(
+        self,
+        batch_kwargs: Items,
+        *,
+        backend: Any = None,
+        num_threads: int | Literal["auto"] = "auto",
+        progress_bar: bool = False,
+        generator_style: Literal[True],
+        **sampling: Unpack[SamplingArguments],
+    ) -> batch.States: ...
+    @overload
+    def run_batch(
+        self,
+        batch_kwargs: Items,
+        *,
+        backend: Any = None,
+        num_threads: int | Literal["auto"] = "auto",
+        progress_bar: bool = False,
+        generator_style: bool,
+        **sampling: Unpack[SamplingArguments],
+    ) -> list[ProgramState] | batch.States: ...
+    def run_batch(
+        self,
+        batch_kwargs: Items,
         *,
         backend: Any = None,
         num_threads: int | str = "auto",
         progress_bar: bool = False,
         generator_style: bool = False,
         **sampling: Any,
-    ) -> Any:
+    ) -> list[ProgramState] | batch.States:
         """Run it for every item, dicts or tuples of arguments: a list of states in their order.
 
         One whose function raises does not end the others: its state's error() says so, and reading

@@ -15,8 +15,9 @@ from jserve.lang.site import Site
 @dataclasses.dataclass(slots=True)
 class Step:
     """`kind`: text, role, gen, select, commit, fork, join, variable, argument, or end (a trace that
-    could not go on). `text` is what was added, `detail` constraints and choices in words. A step of
-    a run that is not over has no usage yet. `branches` belong to a fork."""
+    could not go on). A role without a name is the end of the open one. `text` is what was added,
+    `detail` constraints and choices in words. A step of a run that is not over has no usage yet.
+    `branches` belong to a fork."""
 
     kind: str
     site: Site

@@ -106,5 +106,11 @@ def _without(text: str, before: str) -> str:
 
 def shared_length(one: str, other: str) -> int:
     """How many characters both begin with."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+    known, most = 0, min(len(one), len(other))
+    while known < most:  # half of what is open is compared at a time
+        half = (known + most + 1) // 2
+        if one[known:half] == other[known:half]:
+            known = half
+        else:
+            most = half - 1
+    return known

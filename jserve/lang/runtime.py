@@ -41,7 +41,7 @@ class Runtime:
 
     Args:
         log_level: of the server.
-        launch_timeout: seconds that it may take to start.
+        launch_timeout: seconds that it may take to start, compiling included.
         flags: any flag of the server, with underscores; `port` is the first one that is tried.
 
     Raises ConfigError for flags that cannot work, JserveError when it does not start.
@@ -50,6 +50,9 @@ class Runtime:
     def __init__(
         self, log_level: str = "error", launch_timeout: float = 300.0, **flags: Any
     ) -> None:
+        if not isinstance(launch_timeout, int | float) or not launch_timeout > 0:
+            given = repr(launch_timeout)
+            raise ConfigError(f"launch_timeout must be a number of seconds > 0, got {given}")
         wanted = Config.from_flags(**{"log_level": log_level, **flags})
         port = _free_port(wanted.server.host, wanted.server.port)
         self.config = Config.from_flags(**{**wanted.flat(), "port": port})
@@ -158,16 +161,19 @@ class Runtime:
 
     def _wait(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline:
+        while (left := deadline - time.monotonic()) > 0:
             if (code := self._process.poll()) is not None:
                 kind = ConfigError if code == 2 else JserveError
                 raise kind(f"the server ended with {code}: {self._last_words()}")
             with contextlib.suppress(httpx.TransportError):
                 url = f"{self.url}/health_generate"
-                if httpx.get(url, timeout=30.0, headers=self._headers()).status_code == 200:
+                if httpx.get(url, timeout=min(left, 30.0), headers=self._headers()).is_success:
                     return
             time.sleep(_POLL_SECONDS)
-        raise JserveError(f"the server is not ready after {timeout} s: {self._last_words()}")
+        raise JserveError(
+            f"the server was not ready within launch_timeout={timeout:g} seconds and was stopped; "
+            f"a larger one gives it more (its last line: {self._last_words()})"
+        )
 
     def _last_words(self) -> str:
         lines = self._log.read_text(errors="replace").strip().splitlines()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 from jserve.lang.errors import DtypeError
 
@@ -22,6 +22,31 @@ _REGEX = {
 }
 _DTYPES = {int: "int", float: "float", bool: "bool", str: "str"} | {name: name for name in _REGEX}
 _NUMBER_STOPS = (" ", "\n")  # a number is over there
+
+
+class SamplingArguments(TypedDict, total=False):
+    """Sampling's fields, for type checkers."""
+
+    max_new_tokens: int | None
+    min_new_tokens: int | None
+    n: int | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    stop_regex: str | Sequence[str] | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    frequency_penalty: float | None
+    presence_penalty: float | None
+    ignore_eos: bool | None
+    return_logprob: bool | None
+    logprob_start_len: int | None
+    top_logprobs_num: int | None
+    return_text_in_logprobs: bool | None
+    dtype: str | type | None
+    regex: str | None
+    json_schema: str | Mapping[str, Any] | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, overload
 
 from jserve.lang import api, ir
 from jserve.lang.backends.base import Usage
@@ -15,6 +15,7 @@ from jserve.lang.board import FailedValue
 from jserve.lang.errors import ExpressionError
 from jserve.lang.executor import StreamExecutor
 from jserve.lang.record import Step, all_steps, total_usage
+from jserve.lang.said import said_again
 
 _JOINS = ("gather_variable", "concate_and_append")
 
@@ -27,20 +28,35 @@ class ProgramState:
         self.stream_executor = executor
         self._returned: Any = None
 
-    def __iadd__(self, other: Any) -> ProgramState:
+    def __iadd__(self, other: ir.Addable) -> ProgramState:
         if other is None:
             raise ExpressionError("s += takes text or an expression, got None.")
         self.stream_executor.submit(other)
         return self
 
-    def system(self, expr: Any = None) -> Any:
-        return self._role("system", expr)
+    @overload
+    def system(self, expr: None = None) -> Bracket: ...
+    @overload
+    def system(self, expr: ir.Addable) -> ir.Said: ...
+    def system(self, expr: ir.Addable | None = None) -> ir.Said | Bracket:
+        """`s.system(x)` adds a system message; `with s.system():` one of what is added inside."""
+        return role(self, "system", expr)
 
-    def user(self, expr: Any = None) -> Any:
-        return self._role("user", expr)
+    @overload
+    def user(self, expr: None = None) -> Bracket: ...
+    @overload
+    def user(self, expr: ir.Addable) -> ir.Said: ...
+    def user(self, expr: ir.Addable | None = None) -> ir.Said | Bracket:
+        """As `system`, a user's message."""
+        return role(self, "user", expr)
 
-    def assistant(self, expr: Any = None) -> Any:
-        return self._role("assistant", expr)
+    @overload
+    def assistant(self, expr: None = None) -> Bracket: ...
+    @overload
+    def assistant(self, expr: ir.Addable) -> ir.Said: ...
+    def assistant(self, expr: ir.Addable | None = None) -> ir.Said | Bracket:
+        """As `system`, an assistant's message, usually with a gen in it."""
+        return role(self, "assistant", expr)
 
     def var_scope(self, name: str) -> Bracket:
         """`with s.var_scope("x"):` the text added inside is variable x."""
@@ -85,10 +101,19 @@ class ProgramState:
         self.stream_executor.cancel()
 
     def text_iter(self, var_name: str | None = None) -> Generator[str, None, None]:
-        """The text, or a variable, as it comes; once without stream=True."""
+        """The text, or a variable, as it comes; once without stream=True. Raises ExpressionError
+        for a variable that is no text, as that of n answers."""
         for delta, _ in self.stream_executor.board.deltas(var_name):
             yield delta
 
+    @overload
+    def text_async_iter(
+        self, var_name: str | None = None, return_meta_data: Literal[False] = False
+    ) -> AsyncGenerator[str, None]: ...
+    @overload
+    def text_async_iter(
+        self, var_name: str | None = None, *, return_meta_data: Literal[True]
+    ) -> AsyncGenerator[tuple[str, dict[str, Any]], None]: ...
     async def text_async_iter(
         self, var_name: str | None = None, return_meta_data: bool = False
     ) -> AsyncGenerator[Any, None]:
@@ -141,11 +166,6 @@ class ProgramState:
         """Tokens of all calls so far, branches included."""
         return total_usage(self.steps)
 
-    def _role(self, role: str, expr: Any) -> Any:
-        if expr is not None:
-            return api.role_expr(role, expr)
-        return Bracket(self, ir.RoleBegin(role), ir.RoleEnd(role))
-
 
 class Bracket:
     """`begin` is added where the `with` block begins, `end` where it ends without an exception."""
@@ -166,6 +186,14 @@ class Bracket:
             self._state += self._end
 
 
+def role(state: Any, name: str, expr: Any) -> ir.Said | Bracket:
+    """A whole message, added at once; without `expr` a block that adds one."""
+    if expr is None:
+        return Bracket(state, ir.RoleBegin(name), ir.RoleEnd(name))
+    state += api.role_expr(name, expr)
+    return ir.Said(name)
+
+
 class Branches:
     """The branches of a fork (SGLang's ProgramStateGroup): a sequence of states."""
 
@@ -178,8 +206,8 @@ class Branches:
 
         Args:
             mode: "gather_variable": each variable that is new in a branch becomes a list in the
-                source, one value a branch that has it. "concate_and_append": what each branch added
-                to its text is added to the source's.
+                source, one value a branch that has it. "concate_and_append": what each branch
+                added, text and messages, is added to the source, one branch after the other.
 
         A branch that failed does not fail the join: who reads a variable of it gets its error.
         """
@@ -199,7 +227,7 @@ class Branches:
             home.fail(errors[0])
         else:
             for one in executors:
-                self._source += one.board.text[one.fork_start_text_pos :]
+                self._source += said_again(one.steps, one.fork_start_role)
 
     def _gathered(self) -> dict[str, list[Any] | None]:
         """Values of new variables in the order of the branches; None where a branch failed to

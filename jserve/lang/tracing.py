@@ -13,7 +13,6 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jserve.lang import ir
-from jserve.lang.api import role_expr
 from jserve.lang.backends.base import Backend
 from jserve.lang.board import Board
 from jserve.lang.errors import ExpressionError
@@ -21,7 +20,7 @@ from jserve.lang.named_templates import named_template
 from jserve.lang.record import Step
 from jserve.lang.roles import RoleTemplate
 from jserve.lang.site import Site, caller, innermost
-from jserve.lang.state import Bracket, each
+from jserve.lang.state import Bracket, each, role
 from jserve.lang.transcript import Transcript
 
 _T = TypeVar("_T")
@@ -73,11 +72,15 @@ class TracerProgramState:
         self, templates: _Templates, transcript: Transcript, prefix_only: bool = False
     ) -> None:
         self.steps: list[Step] = []
-        self.prefix = ""
         self.ret_value: Any = None
         self._templates, self._transcript = templates, transcript
         self._prefix_only, self._constant = prefix_only, True
+        self._prefix_len = 0
         self._values: dict[str, Any] = {}
+
+    @property
+    def prefix(self) -> str:
+        return self._transcript.board.text[: self._prefix_len]
 
     def __iadd__(self, other: Any) -> TracerProgramState:
         site = caller()
@@ -93,14 +96,14 @@ class TracerProgramState:
         inner.ret_value = func(inner, **arguments)
         return inner
 
-    def system(self, expr: Any = None) -> Any:
-        return self._role("system", expr)
+    def system(self, expr: Any = None) -> ir.Said | Bracket:
+        return role(self, "system", expr)
 
-    def user(self, expr: Any = None) -> Any:
-        return self._role("user", expr)
+    def user(self, expr: Any = None) -> ir.Said | Bracket:
+        return role(self, "user", expr)
 
-    def assistant(self, expr: Any = None) -> Any:
-        return self._role("assistant", expr)
+    def assistant(self, expr: Any = None) -> ir.Said | Bracket:
+        return role(self, "assistant", expr)
 
     def var_scope(self, name: str) -> Bracket:
         return Bracket(self, ir.ScopeBegin(name), ir.ScopeEnd(name))
@@ -155,11 +158,6 @@ class TracerProgramState:
     def __contains__(self, name: object) -> bool:
         return name in self._values
 
-    def _role(self, role: str, expr: Any) -> Any:
-        if expr is not None:
-            return role_expr(role, expr)
-        return Bracket(self, ir.RoleBegin(role), ir.RoleEnd(role))
-
     def _add(self, expr: ir.Expr, site: Site) -> None:
         for name in ir.names(expr):
             self._values[name] = ir.Variable(name)
@@ -181,12 +179,12 @@ class TracerProgramState:
             self._unknown(expr, site)
 
     def _write(self, kind: str, name: str | None, site: Site, write: Callable[[], Any]) -> None:
-        before = len(self._transcript.board.text)
+        board = self._transcript.board
+        before = board.length
         write()
-        text = self._transcript.board.text
-        self.steps.append(Step(kind, site, name, text[before:]))
+        self.steps.append(Step(kind, site, name, board.since(before)))
         if self._constant:
-            self.prefix = text
+            self._prefix_len = board.length
 
     def _unknown(self, expr: ir.Expr, site: Site) -> None:
         if isinstance(expr, ir.Gen):

@@ -36,12 +36,12 @@ class Transcript:
     @property
     def opened(self) -> str:
         """The open role's text so far."""
-        return self.board.text[self._opened_at :] if self.role is not None else ""
+        return self.board.since(self._opened_at) if self.role is not None else ""
 
     def write(self, text: str) -> None:
         if self._trims:
             text = self._held + text
-            if not self.opened:
+            if self.board.length == self._opened_at:
                 text = text.lstrip()
             kept = text.rstrip()
             self._held, text = text[len(kept) :], kept
@@ -57,7 +57,7 @@ class Transcript:
         if self.role is not None:
             raise ExpressionError(f"{role} begins inside {self.role}; end that first.")
         self.board.write(await template.begin(self.roles, role))
-        self.role, self._opened_at = role, len(self.board.text)
+        self.role, self._opened_at = role, self.board.length
         self._trims = await template.trims([*self.roles, role])
 
     async def end(self, role: str, template: RoleTemplate) -> None:

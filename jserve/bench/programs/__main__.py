@@ -21,10 +21,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--url", help="a running server")
     where.add_argument("--model-path", default="smollm2-135m", help="[smollm2-135m]")
+    parser.add_argument("--scale", type=int, default=1, help="examples and texts, times over [1]")
     parsed = parser.parse_args(argv)
+    if parsed.scale < 1:
+        parser.error(f"--scale must be >= 1, got {parsed.scale}")
     if unknown := set(parsed.programs) - set(PROGRAMS):
         parser.error(f"no program is called {min(unknown)}; there are {', '.join(PROGRAMS)}")
-    works = [PROGRAMS[name] for name in parsed.programs or PROGRAMS]
+    works = [PROGRAMS[name].scaled(parsed.scale) for name in parsed.programs or PROGRAMS]
     try:
         if parsed.url:
             backend = sgl.RuntimeEndpoint(parsed.url)

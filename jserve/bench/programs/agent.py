@@ -90,9 +90,9 @@ class Library:
 
 
 @sgl.function
-def answer_question(s: sgl.ProgramState, question: str) -> str:
+def answer_question(s: sgl.ProgramState, question: str, scale: int = 1) -> str:
     s += _INTRODUCTION
-    for asked, steps in _EXAMPLES:
+    for asked, steps in _EXAMPLES * scale:
         s += f"Question: {asked}\n" + "".join(map(_shown, steps)) + "\n"
     s += "Question: " + question + "\n"
     library = Library()

@@ -58,9 +58,9 @@ _HEADLINES = (
 
 
 @sgl.function
-def classify(s: sgl.ProgramState, headline: str) -> None:
+def classify(s: sgl.ProgramState, headline: str, scale: int = 1) -> None:
     s += _INTRODUCTION
-    for example, topic in _EXAMPLES:
+    for example, topic in _EXAMPLES * scale:
         s += f"Headline: {example}\nTopic: {topic}\n\n"
     s += "Headline: " + headline + "\nTopic:"
     s += sgl.select("topic", [f" {topic}" for topic in TOPICS])

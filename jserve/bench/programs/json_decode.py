@@ -29,9 +29,9 @@ _INTRODUCTION = (
 
 
 @sgl.function
-def extract(s: sgl.ProgramState, text: str) -> dict[str, Any]:
+def extract(s: sgl.ProgramState, text: str, scale: int = 1) -> dict[str, Any]:
     s += _INTRODUCTION
-    for place in PLACES[:EXAMPLES]:
+    for place in PLACES[:EXAMPLES] * scale:
         s += f"Text: {place.text}\nFacts: {_facts(place)}\n\n"
     s += "Text: " + text + "\nCountry in one word:"
     s += sgl.gen("country", regex=r" [A-Z][a-z]{2,12}\n", max_tokens=8)

@@ -25,18 +25,17 @@ _QUESTIONS = (
 
 
 @sgl.function
-def conversation(s: sgl.ProgramState, texts: list[str]) -> None:
+def conversation(s: sgl.ProgramState, first: int, scale: int = 1) -> None:
     s += sgl.system(_SYSTEM)
-    for turn, (text, question) in enumerate(zip(texts, _QUESTIONS, strict=True)):
-        s += sgl.user("Text: " + text + "\n\n" + question)
+    for turn, question in enumerate(_QUESTIONS):
+        s += sgl.user("Text: " + _text(first, turn, 2 * scale) + "\n\n" + question)
         s += sgl.assistant(sgl.gen(f"answer_{turn}", max_tokens=32))
 
 
-def _texts(first: int) -> list[str]:
-    """Two places a turn."""
-    places = [PLACES[(first + i) % len(PLACES)] for i in range(2 * len(_QUESTIONS))]
-    pairs = zip(places[::2], places[1::2], strict=True)
-    return [f"{one.text}\n{other.text}" for one, other in pairs]
+def _text(first: int, turn: int, count: int) -> str:
+    """Of `count` places a turn, one after the other from the place `first`."""
+    numbers = range(first + turn * count, first + (turn + 1) * count)
+    return "\n".join(PLACES[i % len(PLACES)].text for i in numbers)
 
 
 def _answer(state: Any) -> str:
@@ -47,6 +46,6 @@ WORK = Work(
     "multi-turn",
     "a conversation of four turns, a text of two places in each",
     conversation,
-    [{"texts": _texts(first)} for first in (0, 3, 6, 9)],
+    [{"first": first} for first in (0, 3, 6, 9)],
     _answer,
 )

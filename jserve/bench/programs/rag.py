@@ -40,9 +40,9 @@ _QUESTIONS = (
 
 
 @sgl.function
-def answer_from_texts(s: sgl.ProgramState, question: str) -> str:
+def answer_from_texts(s: sgl.ProgramState, question: str, scale: int = 1) -> str:
     s += _INTRODUCTION
-    texts = retrieve(question)
+    texts = retrieve(question, RETRIEVED * scale)
     for number, place in enumerate(texts, 1):
         s += f"Text {number}: {place.text}\n"
     s += "Question: " + question + "\n"
@@ -55,11 +55,11 @@ def answer_from_texts(s: sgl.ProgramState, question: str) -> str:
     return s["answer"]
 
 
-def retrieve(question: str) -> list[Place]:
-    """The places whose texts share the most words with the question."""
+def retrieve(question: str, count: int = RETRIEVED) -> list[Place]:
+    """The places whose texts share the most words with the question, as many as there are."""
     wanted = _words(question)
     ranked = sorted(PLACES, key=lambda place: -len(wanted & _words(f"{place.name} {place.text}")))
-    return ranked[:RETRIEVED]
+    return ranked[:count]
 
 
 def _words(text: str) -> set[str]:

@@ -73,11 +73,11 @@ _PROBLEMS = (
 
 
 @sgl.function
-def solve(s: sgl.ProgramState, problem: str) -> None:
+def solve(s: sgl.ProgramState, problem: str, scale: int = 1) -> None:
     s += _INTRODUCTION
-    for number, (question, plan, work, answer) in enumerate(_EXAMPLES, 1):
+    for number, (question, plan, work, answer) in enumerate(_EXAMPLES * scale, 1):
         s += f"Problem {number}: {question}\nPlan: {plan}\nWork: {work}\nAnswer: {answer}\n\n"
-    s += f"Problem {len(_EXAMPLES) + 1}: " + problem + "\n"
+    s += f"Problem {len(_EXAMPLES) * scale + 1}: " + problem + "\n"
     plans = s.fork(PLANS)
     plans += lambda i: f"Plan {'AB'[i]}:" + sgl.gen("plan", max_tokens=24, stop="\n") + "\nWork:"
     for plan in plans:

@@ -11,9 +11,12 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
 from jserve.lang.choices import ChoicesDecision, ChoicesMethod
+from jserve.lang.errors import BackendError
 from jserve.lang.loop import LoopThread
 from jserve.lang.roles import RoleTemplate
 from jserve.lang.sampling import Sampling
+
+_GREEDY = 1e-5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,6 +93,12 @@ class Selection:
 class Committed:
     usage: Usage
     seen_tokens: int = 0
+
+
+def check_greedy(temperature: float) -> None:
+    """Raises BackendError where a select would have to draw."""
+    if temperature > _GREEDY:
+        raise BackendError(f"select needs temperature 0, got {temperature}")
 
 
 class Backend(Protocol):

@@ -10,7 +10,15 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
-from jserve.lang.backends.base import Committed, Generation, Prompt, Seen, Selection, Usage
+from jserve.lang.backends.base import (
+    Committed,
+    Generation,
+    Prompt,
+    Seen,
+    Selection,
+    Usage,
+    check_greedy,
+)
 from jserve.lang.choices import ChoicesMethod, Scores, heal
 from jserve.lang.errors import BackendError
 from jserve.lang.loop import LoopThread
@@ -19,7 +27,6 @@ from jserve.lang.sampling import Sampling
 from jserve.lang.settings import global_config
 
 _SCORED = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
-_GREEDY = 1e-5  # a select at a higher temperature would have to draw
 _NOTHING = {"sampling_params": {"max_new_tokens": 0, "temperature": 0.0}}  # is generated
 _SCORE = {"return_logprob": True, "return_text_in_logprobs": True, **_NOTHING}
 
@@ -98,9 +105,8 @@ class NativeBackend:
     async def select(
         self, prompt: Prompt, choices: Sequence[str], temperature: float, method: ChoicesMethod
     ) -> Selection:
-        """Every choice, scored behind the prompt. BackendError for a temperature above 1e-5."""
-        if temperature > _GREEDY:
-            raise BackendError(f"select needs temperature 0, got {temperature}")
+        """Every choice, scored behind the prompt."""
+        check_greedy(temperature)
         text = await self._own(prompt.text)
         length, usage, together = await self._before_choices(text, prompt.seen)
         texts = [text + choice for choice in choices]

@@ -14,7 +14,14 @@ from typing import Any
 
 import httpx
 
-from jserve.lang.backends.base import Committed, Generation, Prompt, Selection, Usage
+from jserve.lang.backends.base import (
+    Committed,
+    Generation,
+    Prompt,
+    Selection,
+    Usage,
+    check_greedy,
+)
 from jserve.lang.choices import ChoicesDecision, ChoicesMethod
 from jserve.lang.errors import BackendError
 from jserve.lang.loop import LoopThread
@@ -103,6 +110,7 @@ class OpenAI:
     ) -> Selection:
         """Token by token the likeliest that one of the choices goes on with; `method` does not
         count, because the API scores nothing, and a choice that begins another loses to it."""
+        check_greedy(temperature)
         if self.is_chat_model or self._encode is None:
             what = "a completion model" if self.is_chat_model else "encode=, the model's tokenizer"
             raise BackendError(f"select through OpenAI's API needs {what}")
@@ -139,6 +147,8 @@ class OpenAI:
         self.loop.close()
 
     def _request(self, prompt: Prompt, sampling: Sampling) -> tuple[str, dict[str, Any]]:
+        if sampling.return_logprob:
+            raise BackendError("return_logprob is for engines and their servers, not OpenAI's API")
         fields = {"model": self._model, **sampling.to_openai()}
         if not self.is_chat_model:
             return "/completions", fields | {"prompt": prompt.text}

@@ -7,12 +7,19 @@ sees what a program reuses.
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from jserve.lang.backends.base import Committed, Generation, Prompt, Selection, Usage
+from jserve.lang.backends.base import (
+    Committed,
+    Generation,
+    Prompt,
+    Selection,
+    Usage,
+    check_greedy,
+)
+from jserve.lang.backends.rules import Allows, allowed_by
 from jserve.lang.choices import ChoicesDecision, ChoicesMethod
 from jserve.lang.errors import BackendError
 from jserve.lang.loop import LoopThread
@@ -44,7 +51,8 @@ class TestBackend:
         chat_template_name: how roles become text.
 
     An answer that the call would not allow (regex, json_schema, choices) is a BackendError, and
-    so is a `gen` that has none. Stop strings end it. `calls` holds what was asked.
+    so is a `gen` that has none. A call that an engine would refuse is refused as there. Stop
+    strings end an answer. `calls` holds what was asked.
     """
 
     __test__: ClassVar[bool] = False  # pytest collects classes called Test…
@@ -65,8 +73,10 @@ class TestBackend:
         return self._template
 
     async def generate(self, prompt: Prompt, sampling: Sampling) -> Generation:
+        num = sampling.n or 1
         self.calls.append(Call("generate", prompt.name, prompt.text, sampling))
-        texts = [_allowed(self._answer(prompt), prompt, sampling) for _ in range(sampling.n or 1)]
+        allows = allowed_by(sampling, len(prompt.text))
+        texts = [_allowed(self._answer(prompt), prompt, sampling, allows) for _ in range(num)]
         usage = self._usage(prompt.text, sum(map(len, texts)), *texts)
         metas = [_meta(usage, text) for text in texts]
         one = len(texts) == 1
@@ -86,6 +96,7 @@ class TestBackend:
         self, prompt: Prompt, choices: Sequence[str], temperature: float, method: ChoicesMethod
     ) -> Selection:
         self.calls.append(Call("select", prompt.name, prompt.text, choices=tuple(choices)))
+        check_greedy(temperature)
         chosen = self._answer(prompt) if prompt.name in self._answers else choices[0]
         if chosen not in choices:
             raise BackendError(f"the script chooses {chosen!r}, which is not among {choices}")
@@ -131,18 +142,13 @@ class TestBackend:
         return Usage(len(text), cached, generated, 1)
 
 
-def _allowed(text: str, prompt: Prompt, sampling: Sampling) -> str:
+def _allowed(text: str, prompt: Prompt, sampling: Sampling, allows: Allows) -> str:
     """The answer as a server would cut it. Raises BackendError where it could not be."""
     for stop in sampling.stop or ():
         text = text.partition(stop)[0]
-    name = f"the scripted answer for {prompt.name!r}, {text!r},"
-    if sampling.regex is not None and re.fullmatch(sampling.regex, text) is None:
-        raise BackendError(f"{name} does not match {sampling.regex}")
-    if sampling.json_schema is not None:
-        try:
-            json.loads(text)
-        except ValueError as error:
-            raise BackendError(f"{name} is not JSON: {error}") from None
+    if not allows(text):
+        wanted = f"regex {sampling.regex}" if sampling.regex else "json_schema"
+        raise BackendError(f"the script's {prompt.name}, {text!r}, does not match its {wanted}")
     return text
 
 
