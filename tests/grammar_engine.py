@@ -116,7 +116,7 @@ def grammar_loop(
     return Loop(
         scheduler,
         runner,  # type: ignore[arg-type]
-        GrammarGate(channel, GrammarQueue(templates)),
+        GrammarGate(channel, GrammarQueue(templates, lambda: scheduler.paused)),
         depth=1,
         page_size=PAGE,
         masks=Masks(templates, scheduler, *jump),

@@ -143,11 +143,17 @@ def unpack(row: np.ndarray) -> np.ndarray:
     return np.unpackbits(row.view(np.uint8), bitorder="little")
 
 
+#: llguidance bounds the work from one mask to the next, of all answers to a grammar together.
+_BYTES_A_MASK = 8
+
+
 def accepts(template: Template, text: str) -> bool:
-    matcher = template.fork()
-    if not all(matcher.accept(byte) for byte in text.encode()):
-        return False
-    row = np.zeros(BYTES.words, np.int32)
+    matcher, row = template.fork(), np.zeros(BYTES.words, np.int32)
+    for i, byte in enumerate(text.encode()):
+        if i % _BYTES_A_MASK == _BYTES_A_MASK - 1:
+            matcher.fill(row)
+        if not matcher.accept(byte):
+            return False
     if not matcher.finished:
         matcher.fill(row)
     return matcher.finished or bool(unpack(row)[END])
@@ -536,18 +542,18 @@ _REASONS = {
     "regular expression has": "pattern",
     "within the regular expression": "pattern",
     "oneOf": "oneOf (not provably disjoint)",
-    "not disjoint": "patternProperties (overlapping)",
-    "min/maxProperties": "minProperties, maxProperties",
-    "Resource": "$ref (elsewhere)",
-    "Unsatisfiable": "allows nothing",
+    "no two patterns match": "patternProperties (overlapping)",
+    "minProperties and maxProperties": "minProperties, maxProperties",
+    "nothing is fetched": "$ref (elsewhere)",
+    "can satisfy it": "allows nothing",
     "allows nothing": "allows nothing",
-    "float range": "minimum, maximum (beyond doubles)",
+    "no range that can be": "minimum, maximum (beyond doubles)",
     "multipleOf": "multipleOf (too many digits)",
     "circular": "$ref (circular, with siblings)",
     "intersection": "allOf (too deep)",
+    "too large or too complex": "pattern (too complex)",
     "too large": "too large",
-    "Current row": "too large",
-    "regex is empty": "pattern (too complex)",
+    "things could come next": "too large",
     "control characters": "control characters in names or values",
     "URI": "$ref (not a URI)",
 }

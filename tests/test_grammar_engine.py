@@ -8,10 +8,12 @@ import contextlib
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any, cast
 
 import jsonschema
+import msgspec
 import pytest
 from fake_engine import continuation
 from grammar_engine import END, EndingTokenizer
@@ -25,6 +27,7 @@ from jserve.types import (
     Abort,
     CompiledSpec,
     Control,
+    ControlReply,
     Deltas,
     GenerateRequest,
     GrammarSpec,
@@ -290,6 +293,18 @@ def test_a_schema_that_allows_nothing_is_refused_and_not_left_out(engine: Engine
         ask(engine, structural_tag={})
 
 
+@pytest.mark.parametrize(
+    ("field", "value"), [("choices", ["a"]), ("json_object", True), ("regex", "a"), ("ebnf", "a")]
+)
+def test_a_refusal_names_the_field_that_was_sent(field: str, value: Any) -> None:
+    with start(grammar_backend="none") as engine:
+        with pytest.raises(RequestError, match=f"Failed to compile {field} grammar") as caught:
+            ask(engine, **{field: value})
+        assert caught.value.param == field
+        with pytest.raises(RequestError, match="syntax_field is not a sampling parameter"):
+            ask(engine, syntax_field="regex")
+
+
 @pytest.mark.parametrize("value", [9007199254740993, 2**64, -(2**63) - 1, [[1, 10**22 + 1]]])
 def test_a_fixed_number_that_would_be_rounded_is_refused(engine: Engine, value: Any) -> None:
     for schema in ({"const": value}, {"enum": ["a", value]}):
@@ -322,77 +337,6 @@ async def first(engine: Engine, request: GenerateRequest) -> Any:
             if output.finish is not None:
                 return output
     return None
-
-
-@pytest.fixture
-def never(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> concurrent.futures.Future[Any]:
-    """A compilation that goes on until the test ends it."""
-    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-    compile_ = engine.grammars._compile
-    monkeypatch.setattr(
-        engine.grammars,
-        "_compile",
-        lambda spec: future if spec.text == "slow" else compile_(spec),
-    )
-    return future
-
-
-def test_a_waiting_grammar_delays_its_own_request_only(
-    engine: Engine, never: concurrent.futures.Future[Any]
-) -> None:
-    async def run() -> None:
-        slow = GenerateRequest(text="a", sampling=SamplingParams(regex="slow"))
-        waiting = asyncio.create_task(first(engine, slow))
-        await asyncio.sleep(0.05)
-        gauge = engine.metrics.render().decode()
-        assert re.search(r"num_grammar_queue_reqs\{[^}]*\} 1.0", gauge)
-        for sampling in (SamplingParams(max_new_tokens=3), SamplingParams(regex="abc")):
-            output = await first(engine, GenerateRequest(text="b", sampling=sampling))
-            assert output.finish.type in ("length", "stop")
-        assert not waiting.done()
-        spec = GrammarSpec(kind="regex", text="fast")
-        never.set_result(await asyncio.wrap_future(engine.grammars._compile(spec)))
-        assert (await waiting).text == "fast"
-
-    asyncio.run(run())
-
-
-def test_a_client_that_leaves_while_its_grammar_compiles_is_forgotten(
-    engine: Engine, never: concurrent.futures.Future[Any]
-) -> None:
-    async def run() -> None:
-        request = GenerateRequest(text="a", rid="leaver", sampling=SamplingParams(regex="slow"))
-        waiting = asyncio.create_task(first(engine, request))
-        await asyncio.sleep(0.05)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        assert not engine._client.aborted_early
-        assert not never.cancelled()  # others may wait for it
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize("how", ["id", "all", "pause"])
-def test_an_abort_reaches_a_request_whose_grammar_compiles(
-    engine: Engine, never: concurrent.futures.Future[Any], how: str
-) -> None:
-    async def run() -> None:
-        request = GenerateRequest(text="a", rid="early", sampling=SamplingParams(regex="slow"))
-        waiting = asyncio.create_task(first(engine, request))
-        await asyncio.sleep(0.05)
-        if how == "pause":
-            await engine.control("pause_generation", mode="abort")
-            await engine.control("continue_generation")
-        else:
-            engine.abort("early" if how == "id" else "", abort_all=how == "all")
-        spec = GrammarSpec(kind="regex", text="[a-z]{200}")
-        never.set_result(await asyncio.wrap_future(engine.grammars._compile(spec)))
-        output = await waiting
-        assert output.finish.type == "abort" and len(output.output_ids) < 150
-        assert not engine._client.aborted_early
-
-    asyncio.run(run())
 
 
 def test_grammars_are_counted(engine: Engine) -> None:
@@ -428,7 +372,9 @@ def test_flushing_the_cache_forgets_compiled_grammars(engine: Engine) -> None:
 
 
 class Slow:
-    """Templates whose loads end by hand."""
+    """Templates whose loads end by hand, and whether the engine is in a pause."""
+
+    paused = False
 
     def __init__(self) -> None:
         self.loading: concurrent.futures.Future[Any] = concurrent.futures.Future()
@@ -441,20 +387,21 @@ class Sent:
     def __init__(self) -> None:
         self.items: list[Any] = []
 
-    def send(self, message: Deltas) -> None:
-        self.items += message.items
+    def send(self, message: Deltas | ControlReply) -> None:
+        self.items += message.items if isinstance(message, Deltas) else [message]
 
 
 @pytest.fixture
 def rig() -> tuple[GrammarQueue, Slow, Sent]:
     slow = Slow()
-    return GrammarQueue(cast(Templates, slow)), slow, Sent()
+    return GrammarQueue(cast(Templates, slow), lambda: slow.paused), slow, Sent()
 
 
 BOUND = Submit(
     rid="bound",
     prompt_ids=[1],
     sampling=SamplingParams(),
+    waited=1.5,
     grammar=CompiledSpec(spec=GrammarSpec(kind="regex", text="a"), payload=b"a"),
 )
 FREE = Submit(rid="free", prompt_ids=[1], sampling=SamplingParams())
@@ -465,7 +412,11 @@ def test_a_request_comes_through_once_its_grammar_is_loaded_and_others_at_once(r
     assert queue.sift([BOUND, FREE], sent) == [FREE]
     assert queue.sift([], sent) == [] and list(queue.waiting) == ["bound"]
     slow.loading.set_result("template")
-    assert queue.sift([], sent) == [BOUND] and not queue.waiting and not sent.items
+    time.sleep(0.01)
+    (passed,) = queue.sift([], sent)
+    assert isinstance(passed, Submit) and 1.51 <= passed.waited < 2.5  # with the time here
+    assert msgspec.structs.replace(passed, waited=1.5) == BOUND
+    assert not queue.waiting and not sent.items
 
 
 def test_a_grammar_that_cannot_be_loaded_ends_its_request_alone(rig: Any) -> None:
@@ -501,13 +452,22 @@ def test_what_aborts_a_request_ends_it_before_its_grammar_is_loaded(rig: Any, me
         Abort(rid="other"),
         Abort(rid="", exact=False),
         Control(id="1", op="pause_generation", args={"mode": "retract"}),
-        Control(id="1", op="flush_cache"),
+        Control(id="1", op="server_info"),
     ],
 )
 def test_what_is_not_meant_for_it_leaves_it_waiting(rig: Any, message: Any) -> None:
     queue, _, sent = rig
     assert queue.sift([BOUND, message], sent) == [message]
     assert list(queue.waiting) == ["bound"] and not sent.items
+
+
+def test_a_flush_is_refused_while_a_grammar_is_loaded_but_for_a_pause(rig: Any) -> None:
+    queue, slow, sent = rig
+    flush = Control(id="1", op="flush_cache")
+    assert queue.sift([BOUND, flush], sent) == []
+    assert sent.items == [ControlReply(id="1", ok=False)] and list(queue.waiting) == ["bound"]
+    slow.paused = True
+    assert queue.sift([flush], sent) == [flush]
 
 
 def test_shutdown_ends_the_compilers_threads() -> None:

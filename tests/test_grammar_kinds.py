@@ -105,6 +105,7 @@ def test_a_regular_expression_matches_the_whole_text(
         ("a{9999999}", "a count of 9999999"),
         ("(" * 200 + ")" * 200, "more than 100 groups"),
         (r"[^\s\S]", "a set of nothing"),
+        (r"^\x{41}$", r"\x{…}, which dialects read differently (write \u{…}), at position 1"),
     ],
 )
 def test_what_is_no_regular_language_or_no_common_one_is_refused_with_its_position(
@@ -113,6 +114,15 @@ def test_what_is_no_regular_language_or_no_common_one_is_refused_with_its_positi
     with pytest.raises(GrammarError) as caught:
         whole_match(pattern)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["(?i)a", "(?s).", "(?P<x>a)", r"^\x{41}$"])
+def test_what_only_other_dialects_have_is_refused_in_a_pattern(text: str) -> None:
+    with pytest.raises(GrammarError, match="ECMA-262|dialects read differently"):
+        search_match(text)
+    for name in NAMES:
+        with pytest.raises(GrammarError, match="pattern"):
+            load(name, "json", json.dumps({"type": "string", "pattern": text}))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -199,15 +209,62 @@ quoted ::= "\\"" [^"\\n]+ "\\""
             ["I live in Rome.", "I live in Bern"],
         ),
         ('root ::= "a" root "b" | ""', ["", "ab", "aabb"], ["a", "aab", "ba"]),
+        ('root ::= a "b"\na ::= [ab]*', ["b", "ab", "abb"], ["", "a"]),
+        ('start ::= "a"\nroot ::= start a-b a_b\na-b ::= "x"\na_b ::= "y"', ["axy"], ["ayx"]),
+        (r'root ::= "\u00e9" [\u00e9-\u00ff] "\x41\U0001F600"', ["éÿA😀"], ["éÿA", "eÿA😀"]),
+        (r'root ::= [\]a\-^]+ [^\x00-\x1f"\\]', ["-]^é"], ["-\n", 'a"']),
+        ('root ::= x\nx ::= "(" x ")" | [a-z]+ ws\nws ::= " "{0,2}', ["((ab ))"], ["(ab   )"]),
     ],
 )
 def test_ebnf_is_read_alike(name: str, text: str, right: list[str], wrong: list[str]) -> None:
     assert taken(load(name, "ebnf", text), right + wrong) == right
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("root ::= missing", "missing, which no rule defines in line 1, column 10"),
+        ('root ::= "a"\nroot ::= "b"', "the rule root a second time in line 2, column 1"),
+        ('root ::= "a"\n b', "b, which no rule defines in line 2, column 2"),
+        (r'root ::= "\q"', r"the escape \q in line 1, column 11"),
+        (r"root ::= [\ud800]", "the code point d800"),
+        ('root ::= "a"{3,1}', "a count from 3 to 1"),
+        ("root ::= [z-a]", "a range that goes backwards"),
+        ('root ::= ("a"', "a ( without its ) in line 1, column 10"),
+        ('root ::= "a" (="b")', "lookahead"),
+        ("root ::= /a+/", "'/a+/', which has no meaning there"),
+        ('item ::= "x"', "there is no rule root"),
+        ("", "there is no rule root"),
+        ("root ::= " + "(" * 200 + ")" * 200, "more than 100 groups"),
+        ("root ::= root", "no text can satisfy it"),
+        ("root ::= " + " | ".join(f'"w{i}" root' for i in range(3000)), "at most 2000 may"),
+    ],
+)
+def test_an_error_in_ebnf_is_named_with_its_place(text: str, message: str) -> None:
+    with pytest.raises(GrammarError) as caught:
+        load("llguidance", "ebnf", text)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("text", ['start: "a"', '%llguidance {}\nstart: "a"', "root: A\nA: /a/"])
+def test_larks_notation_is_refused_by_name(name: str, text: str) -> None:
+    with pytest.raises(GrammarError, match="is in Lark's notation; ebnf takes GBNF"):
+        load(name, "ebnf", text)
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
-    "text", ["root ::= missing", 'root := "a"', 'root ::= "a', "", 'a ::= "x"', "root ::= ("]
+    "text",
+    [
+        "root ::= root",
+        "root ::= missing",
+        'root := "a"',
+        'root ::= "a',
+        "",
+        'a ::= "x"',
+        "root ::= (",
+    ],
 )
 def test_ebnf_with_an_error_is_refused(name: str, text: str) -> None:
     with pytest.raises(GrammarError) as caught:
@@ -307,6 +364,7 @@ def test_the_new_form_takes_schemas_regexes_and_sequences() -> None:
             "minLength at ",
         ),
         ({"type": "regex", "pattern": "(?=a)"}, "lookahead"),
+        ({"type": "grammar", "grammar": 'root ::= "a" (="b")'}, "lookahead"),
         ({"type": "json_schema", "json_schema": CLOSED, "any_order": True}, "any_order"),
         ({"type": "json_schema", "json_schema": CLOSED, "style": "qwen_xml"}, "style"),
         ({"type": "nonsense"}, "nonsense"),
@@ -321,7 +379,7 @@ def test_what_the_new_form_would_not_enforce_is_refused(format: Any, message: st
 def test_llguidance_says_who_takes_the_new_form() -> None:
     with pytest.raises(GrammarError, match="--grammar-backend xgrammar"):
         load("llguidance", "structural_tag", new_tag({"type": "any_text"}))
-    with pytest.raises(GrammarError, match="at_least_one needs xgrammar"):
+    with pytest.raises(GrammarError, match="#/at_least_one needs .*--grammar-backend xgrammar"):
         load("llguidance", "structural_tag", old_tag(CLOSED, at_least_one=True))
 
 

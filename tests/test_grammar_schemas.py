@@ -107,10 +107,24 @@ def test_all_suites_are_never_wrong_and_more_is_accepted_than_libraries_have_rig
         ({"properties": {"a": 3}}, "#/properties/a is no schema"),
         ({"items": [1]}, "#/items/0 is no schema"),
         (False, "false allows nothing"),
-        ({"type": "string", "minLength": 3, "maxLength": 1}, "Unsatisfiable"),
+        ({"type": "string", "minLength": 3, "maxLength": 1}, "no value can satisfy it: minLength"),
         ({"const": "\0", "properties": {"a": TEXT}}, "control characters"),
         ({"oneOf": [INTEGER, {"type": "number"}]}, "oneOf"),
-        ({"type": "strin"}, "strin"),
+        ({"type": "strin"}, "type at # must be one of string, number, integer"),
+        ({"properties": {"a": {"minLength": -1}}}, "minLength at #/properties/a must be an integ"),
+        ({"maxItems": 1.5}, "maxItems at # must be an integer of at least 0, got 1.5"),
+        ({"required": "a"}, 'required at # must be a list of strings, got "a"'),
+        ({"enum": []}, "enum at # must be a list with at least one value"),
+        ({"multipleOf": 0}, "multipleOf at # must be a number above 0"),
+        ({"anyOf": {}}, "anyOf at # must be a list"),
+        ({"$ref": 5}, "$ref at # must be a string"),
+        ({"$ref": "#"}, "no text can satisfy it"),
+        ({"minimum": 1e300, "type": "number"}, "no range that can be enforced"),
+        ({"$schema": "http://x/y"}, "it refers to http://x/y, and nothing is fetched"),
+        (
+            {"type": "object", "properties": {f"p{i}": TEXT for i in range(700)}},
+            "at most 2000 may: an object may declare about 500 optional properties",
+        ),
     ],
 )
 def test_what_cannot_be_enforced_is_refused_by_name_and_place(
@@ -142,7 +156,21 @@ def test_text_that_is_no_json_is_refused(backend: Backend) -> None:
             backend.compile(GrammarSpec(kind="json", text=text))
 
 
+def test_a_schema_that_names_something_twice_is_refused(backend: Backend) -> None:
+    text = '{"properties": {"a": {"type": "string"}, "a": {"type": "integer"}}}'
+    with pytest.raises(GrammarError, match='an object names "a" twice'):
+        backend.compile(GrammarSpec(kind="json", text=text))
+
+
 # ---- what is accepted is enforced
+
+
+def test_two_patterns_that_are_one_written_differently_both_hold(backend: Backend) -> None:
+    names = {"^\\d$": {"type": "integer"}, "^[0-9]$": {"minimum": 5}}
+    template = load(
+        backend, {"type": "object", "patternProperties": names, "additionalProperties": False}
+    )
+    assert taken(template, ['{"1":7}', '{"1":"x"}', '{"1":1}', '{"a":7}']) == ['{"1":7}']
 
 
 @pytest.mark.parametrize(

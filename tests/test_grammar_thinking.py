@@ -136,6 +136,34 @@ def test_what_is_retracted_goes_on_in_its_thought_or_its_answer(engine: Engine) 
     assert engine.get_server_info()["cache_active_references"] == 0
 
 
+def thoughts(body: dict[str, Any]) -> int:
+    return body["meta_info"]["reasoning_tokens"]
+
+
+def test_tokens_of_thoughts_are_counted_up_to_the_tag_that_ends_them(
+    engine: Engine, opening: Engine
+) -> None:
+    assert thoughts(ask(engine, "why?", regex=r"\d{3}")) == len("AB.</think>")
+    assert thoughts(ask(engine, "why?", reasons=False, regex=r"\d{3}")) == 0
+    assert thoughts(ask(engine, "why", max_new_tokens=9)) == 9  # without an end
+    assert thoughts(ask(engine, "over </think>", max_new_tokens=9)) == 0
+    assert thoughts(ask(opening, "think!", regex="ab")) == 3  # the tags are tokens
+    assert thoughts(ask(opening, "answer", regex="ab")) == 0
+    assert thoughts(ask(opening, "so <think>", max_new_tokens=5)) == 5
+
+
+def test_thoughts_are_counted_in_batches_and_as_they_stream(engine: Engine) -> None:
+    params = {"temperature": 0, "max_new_tokens": 40, "regex": r"\d{3}"}
+    bodies = engine.generate(["one?", "two?"], params | {"n": 2}, require_reasoning=True)
+    assert [thoughts(body) for body in bodies] == [11] * 4
+    last: dict[int, list[int]] = {}
+    stream = engine.generate(["one?", "two?"], params, require_reasoning=True, stream=True)
+    for body in stream:
+        last.setdefault(body["index"], []).append(thoughts(body))
+    for counts in last.values():
+        assert counts == sorted(counts) and counts[0] < 11 and counts[-1] == 11
+
+
 def test_reasoning_cannot_be_required_without_the_flag() -> None:
     with start(None, EndingTokenizer()) as engine:
         for sampling in ({"regex": "ab"}, {}):
@@ -174,6 +202,7 @@ def test_a_chat_thinks_and_then_answers_by_its_schema() -> None:
             (choice,) = reply["choices"]
             assert choice["finish_reason"] == "stop"
             assert choice["message"]["reasoning_content"] == reasoning
+            assert reply["usage"]["reasoning_tokens"] == (3 if reasoning else 0)
             jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
 
 
@@ -183,6 +212,24 @@ def test_generate_refuses_reasoning_that_the_server_does_not_know() -> None:
         assert reply.status_code == 400 and "--reasoning-parser" in reply.text
         reply = post(engine, "/generate", text="x", sampling_params={"max_new_tokens": 2})
         assert reply.status_code == 200
+
+
+def test_a_refusal_names_the_field_of_the_body_that_was_sent() -> None:
+    schema = {"not": {"type": "string"}}
+    where = "response_format.json_schema.schema"
+    asked = {
+        where: {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
+        "response_format": {"response_format": {"type": "structural_tag", "format": {}}},
+        "json_schema": {"json_schema": schema},
+        "regex": {"regex": "(?=a)b"},
+    }
+    with start(None, ChatTokenizer()) as engine:
+        for field, body in asked.items():
+            messages = [{"role": "user", "content": "hi"}]
+            reply = post(engine, "/v1/chat/completions", messages=messages, **body)
+            error = reply.json()
+            assert reply.status_code == 400 and error["param"] == field, error
+            assert error["message"].startswith(f"Failed to compile {field} grammar: "), error
 
 
 # ---- the flag and the model

@@ -393,6 +393,25 @@ def test_who_waits_too_long_gets_a_503_and_nobody_else_does():
     assert sim.scheduler.stats()["num_waiting_timeouts_total"] == 1
 
 
+def test_the_wait_for_a_grammar_is_part_of_the_wait_in_the_queue():
+    clock = Clock()
+    sim = Simulation(clock=clock, num_slots=1, req_waiting_timeout=5.0)
+    bound = msgspec.structs.replace(submit("bound", prompt(5, 1), 4), waited=4.0)
+    late = msgspec.structs.replace(submit("late", prompt(5, 2), 60, ignore_eos=True), waited=4.9)
+    offer(sim, late)
+    sim.tick()
+    offer(sim, bound)
+    clock.now += 0.9
+    sim.tick()
+    assert "bound" not in sim.deltas
+    clock.now += 0.3
+    sim.tick()
+    finish = sim.deltas["bound"][-1].finish
+    assert finish is not None and finish.status_code == 503
+    sim.run()
+    assert sim.finish("late") == "length"
+
+
 def test_who_runs_too_long_ends_at_once_with_what_it_has():
     clock = Clock()
     sim = Simulation(clock=clock, num_slots=2, req_running_timeout=3.0)

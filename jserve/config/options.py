@@ -175,7 +175,9 @@ class GrammarOptions:
     grammar_compile_timeout: float = _option(30.0, "seconds for one grammar", low=0.1)
     grammar_compile_memory_mb: int = _option(2048, "memory for one grammar", low=64)
     grammar_jump_forward: bool = _option(False, "append the text that a grammar forces at once")
-    grammar_workers: int = _option(16, "grammars that are compiled at a time", low=1, high=256)
+    grammar_workers: int | None = _option(
+        None, "long grammars compiled at a time [two a processor, 4 to 16]", low=1, high=256
+    )
 
 
 SECTIONS: Mapping[str, type[Any]] = {

@@ -32,15 +32,9 @@ async def generate_batch(
                 yield output
         return
     core.client.require_alive()
-    submits: list[Submit] = []
     waiting: list[str] = []
-    limits = (core.vocab_size, core.context_length)
-    core.grammars.begin([request.sampling for request in requests])
     try:
-        for request in requests:
-            submits.append(await make_submit(request, core.tokenizer, limits, core.grammars))
-            waiting += part_ids(submits[-1])
-            await asyncio.sleep(0)  # others may run between two texts
+        submits = await _submits(core, requests, waiting)
         cached = not core.config.cache.disable_radix_cache
         prefixes = shared_prefixes(submits, page_size) if cached else []
         if prefixes:
@@ -52,6 +46,33 @@ async def generate_batch(
                 yield output
     finally:
         forget(core.client, waiting)
+
+
+async def _submits(
+    core: EngineCore, requests: Sequence[GenerateRequest], waiting: list[str]
+) -> list[Submit]:
+    """Of all requests, whose grammars are compiled beside each other; aborts of the ids that are
+    put into `waiting` are noted. The first error ends it.
+    """
+    limits, client = (core.vocab_size, core.context_length), core.client
+
+    async def one(request: GenerateRequest) -> Submit:
+        submit = await make_submit(request, core.tokenizer, limits, core.grammars)
+        for rid in part_ids(submit):
+            client.aborted_early.setdefault(rid, False)
+            waiting.append(rid)
+        return submit
+
+    tasks: list[asyncio.Task[Submit]] = []
+    try:
+        for request in requests:
+            tasks.append(asyncio.create_task(one(request)))
+            await asyncio.sleep(0)  # others may run between two texts
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def merged(streams: Sequence[Outputs], sizes: Sequence[int]) -> Outputs:

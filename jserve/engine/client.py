@@ -18,7 +18,7 @@ import msgspec
 
 from jserve.engine.life import EngineLife
 from jserve.engine.questions import Questions
-from jserve.engine.refusals import lost
+from jserve.engine.refusals import aborted, lost
 from jserve.errors import EngineDeadError, RequestError
 from jserve.types import Abort, ControlReply, Delta, Deltas, Gauges, Progress, Submit, ToEngine
 
@@ -38,7 +38,7 @@ class EngineClient:
         self.route_of = self._routes.get
         self.left: dict[tuple[str, int], tuple[_Loop, Inbox, int]] = {}  # see farewell.py
         self._turns = itertools.count(1)  # a rid is used again while old Deltas are on the way
-        self.aborted_early: dict[str, bool] = {}  # whether so, by id: who waits for a warm-up
+        self.aborted_early: dict[str, bool] = {}  # whether so, by id: who waits to be sent
         self._questions = Questions()
         self._life = life
         self._channel = life.worker.channel
@@ -66,16 +66,17 @@ class EngineClient:
         in use.
         """
         route = asyncio.get_running_loop(), Inbox(), next(self._turns)
-        aborted = [one.rid for one in submits if self.aborted_early.pop(one.rid, False)]
+        over = [one.rid for one in submits if self.aborted_early.pop(one.rid, False)]
         for submit in submits:
             if submit.rid in self._routes:
                 raise RequestError(f"rid {submit.rid} is in use by an open request.", "rid")
         self._routes.update((submit.rid, route) for submit in submits)
         try:
             for submit in submits:
-                self._send_alive(msgspec.structs.replace(submit, turn=route[2]))
-            for rid in aborted:
-                self.send(Abort(rid=rid))
+                if submit.rid in over:  # the engine never hears of it
+                    route[1].put_nowait(aborted(submit))
+                else:
+                    self._send_alive(msgspec.structs.replace(submit, turn=route[2]))
             yield route[1]
         finally:
             for submit in submits:
@@ -97,13 +98,10 @@ class EngineClient:
         if self.close(rid):
             self.send(Abort(rid=rid))
 
-    # The reading thread.
-
-    def _read(self) -> None:
-        worker = self._life.worker
+    def _read(self) -> None:  # by the thread, and so are those below
         try:
-            while worker.alive() and not self._life.failure:
-                self._channel.wait(0.5, worker.sentinel)
+            while self._life.worker.alive() and not self._life.failure:
+                self._channel.wait(0.5, self._life.worker.sentinel)
                 self._dispatch()
             self._channel.wait(0.05)
             self._dispatch()  # its last words

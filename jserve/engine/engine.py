@@ -27,6 +27,7 @@ from jserve.engine.render import render_output
 from jserve.engine.reporter import Reporter
 from jserve.engine.request_log import RequestLog
 from jserve.engine.sampling_params import sampling_from_dict
+from jserve.engine.thoughts import Thoughts
 from jserve.engine.tracing import Tracer
 from jserve.engine.warm_up import abort
 from jserve.errors import RequestError
@@ -84,7 +85,7 @@ class Engine:
         self.generation_config: Mapping[str, Any] = {}
         self._life = EngineLife(config, builder, inline)
         self._client = EngineClient(self._life)
-        self.grammars = Grammars(config.grammar, self._vocabulary, self._client, self.meter)
+        self.grammars = Grammars(config, self._vocabulary, self._client, self.meter)
         atexit.register(self.shutdown)
         try:
             if tokenizer is None:
@@ -106,9 +107,13 @@ class Engine:
         core = EngineCore(
             config, self._client, tokenizer, self.meter, self.grammars, *limits, reporters
         )
-        self.generate_stream = core.generate_stream
-        page_size = int(self.server_info["page_size"])
-        self.generate_batch = functools.partial(generate_batch, core, page_size)
+        stream = core.generate_stream
+        batch = functools.partial(generate_batch, core, int(self.server_info["page_size"]))
+        self.generate_stream, self.generate_batch = stream, batch
+        if server.reasoning_parser is not None:
+            counted = Thoughts(server.reasoning_parser, tokenizer).counted
+            self.generate_stream = lambda request: counted(stream(request), [request])
+            self.generate_batch = lambda requests: counted(batch(requests), requests)
         self.request_log = RequestLog(tokenizer, reporters)
         self.request_log.configure(server.log_requests, server.log_requests_level)
 
@@ -133,17 +138,20 @@ class Engine:
 
     async def control(self, op: str, **args: str | int | float | bool) -> ControlReply:
         """Ask the engine: an `op` of types.Control with its arguments. Raises EngineDeadError."""
+        if op == "flush_cache" and await self.grammars.waits.hold_up_flush():
+            return ControlReply(id="", ok=False)
         reply = await self._client.control(op, **args)
         if op == "flush_cache" and reply.ok:
             self.grammars.flush()
         if op == "pause_generation" and reply.ok and args.get("mode", "abort") == "abort":
-            abort(self._client, "", abort_all=True)  # what waits to be sent, too
+            self.abort(abort_all=True)  # what waits to be sent, too
         return reply
 
     def abort(self, rid: str = "", abort_all: bool = False) -> None:
         """End every request whose id starts with `rid`; they finish with reason abort."""
         if rid or abort_all:
             abort(self._client, rid, abort_all)
+            self.grammars.waits.wake()
 
     def _vocabulary(self) -> Vocabulary:
         return vocabulary_of(self.tokenizer, self.model_config)

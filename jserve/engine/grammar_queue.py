@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
+
 from jserve.engine.channel import EngineEnd
-from jserve.engine.refusals import refused
+from jserve.engine.refusals import aborted, refused
 from jserve.grammar.templates import Loading, Templates
-from jserve.types import Abort, Control, Delta, Deltas, FinishReason, Submit, ToEngine
+from jserve.types import Abort, Control, ControlReply, Delta, Deltas, Submit, ToEngine
 
 
 class GrammarQueue:
-    def __init__(self, templates: Templates) -> None:
-        self.waiting: dict[str, tuple[Submit, Loading]] = {}
-        self._templates = templates
+    """`paused`: whether the engine is, so that who waits does not keep its cache from a flush."""
+
+    def __init__(self, templates: Templates, paused: Callable[[], bool]) -> None:
+        self.waiting: dict[str, tuple[Submit, Loading, float]] = {}  # since then, time.monotonic()
+        self._templates, self._paused = templates, paused
         self._passed: list[ToEngine] = []
         self._deltas: list[Delta] = []
+        self._replies: list[ControlReply] = []
         self._handlers: dict[type, Callable[[Any], None]] = {
             Submit: self._submit,
             Abort: self._abort,
@@ -24,28 +30,32 @@ class GrammarQueue:
         }
 
     def sift(self, messages: Sequence[ToEngine], channel: EngineEnd) -> list[ToEngine]:
-        """What the loop may have now. Requests that end here are told so over `channel`."""
+        """What the loop may have now. What ends here is told so over `channel`."""
         for message in messages:
             self._handlers[type(message)](message)
         self._release()
         if self._deltas:
             channel.send(Deltas(items=self._deltas))
-        passed, self._passed, self._deltas = self._passed, [], []
+        for reply in self._replies:
+            channel.send(reply)
+        passed, self._passed, self._deltas, self._replies = self._passed, [], [], []
         return passed
 
     def _submit(self, submit: Submit) -> None:
         if submit.grammar is None:
             self._passed.append(submit)
         else:
-            self.waiting[submit.rid] = submit, self._templates.load(submit.grammar)
+            loading = self._templates.load(submit.grammar)
+            self.waiting[submit.rid] = submit, loading, time.monotonic()
 
     def _release(self) -> None:
-        ready = [rid for rid, (_, loading) in self.waiting.items() if loading.done()]
+        ready = [rid for rid, (_, loading, _) in self.waiting.items() if loading.done()]
         for rid in ready:
-            submit, loading = self.waiting.pop(rid)
+            submit, loading, since = self.waiting.pop(rid)
             error = loading.exception()
             if error is None:
-                self._passed.append(submit)
+                waited = submit.waited + time.monotonic() - since
+                self._passed.append(msgspec.structs.replace(submit, waited=waited))
             else:
                 cause = error if isinstance(error, Exception) else RuntimeError(repr(error))
                 self._deltas.append(refused(submit, cause))
@@ -58,13 +68,15 @@ class GrammarQueue:
                 self._end(rid, told=not abort.stopped)
 
     def _control(self, control: Control) -> None:
+        if control.op == "flush_cache" and self.waiting and not self._paused():
+            self._replies.append(ControlReply(id=control.id, ok=False))
+            return
         self._passed.append(control)
         if control.op == "pause_generation" and control.args.get("mode", "abort") == "abort":
             for rid in list(self.waiting):
                 self._end(rid, told=True)
 
     def _end(self, rid: str, told: bool) -> None:
-        submit, _ = self.waiting.pop(rid)
+        submit, *_ = self.waiting.pop(rid)
         if told:
-            finish = FinishReason(type="abort", message="The request was aborted.")
-            self._deltas.append(Delta(rid=rid, turn=submit.turn, token_ids=[], finish=finish))
+            self._deltas.append(aborted(submit))

@@ -1,22 +1,24 @@
 """The grammars of requests on the API process's side: compiled before the requests are sent.
 
-Only the request that needs one waits for it. How they are compiled is jserve/grammar's business.
+Only the request that needs one waits for it (grammar_waits.py). How they are compiled is
+jserve/grammar's business.
 """
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
+import os
 import threading
+import time
 from collections.abc import Callable
 
 import msgspec
 
-from jserve.config import GrammarOptions
+from jserve.config import Config
 from jserve.engine.client import EngineClient
 from jserve.engine.fanout import part_ids
+from jserve.engine.grammar_waits import GrammarWaits
 from jserve.engine.reasoner import Reasoner
-from jserve.engine.warm_up import forget
 from jserve.errors import RequestError
 from jserve.grammar.backend import GrammarError, Vocabulary
 from jserve.grammar.choice import choose_backend
@@ -43,14 +45,15 @@ class Grammars:
 
     def __init__(
         self,
-        options: GrammarOptions,
+        config: Config,
         vocabulary: Callable[[], Vocabulary],
         client: EngineClient,
         meter: Meter,
     ) -> None:
-        self._backend = choose_backend(options.grammar_backend)
-        self._options, self._vocabulary = options, vocabulary
-        self._client, self._meter = client, meter
+        self._options = config.grammar
+        self._backend = choose_backend(self._options.grammar_backend)
+        self._vocabulary, self._meter = vocabulary, meter
+        self.waits = GrammarWaits(client, config.scheduler)
         self.reasoner: Reasoner | None = None  # the Engine's to set, once it has a tokenizer
         self._lock = threading.Lock()
         self._compiler: GrammarCompiler | None = None
@@ -60,39 +63,35 @@ class Grammars:
         """The request with its grammar in compiled form only; with `require_reasoning` that of
         what follows the thinking.
 
-        Raises RequestError for one that cannot be compiled, or not within the limits. What aborts
-        the request meanwhile ends it when it starts.
+        One that was aborted meanwhile comes back without; EngineClient.open knows of that. Raises
+        RequestError for one that cannot be compiled, or not within the limits, and what
+        GrammarWaits.compiled does.
         """
         thinking = self._thinking(submit.prompt_ids) if require_reasoning else None
         spec = _spec(submit.sampling)
         if spec is None:
             return submit
-        rids = part_ids(submit)
-        for rid in rids:
-            self._client.aborted_early.setdefault(rid, False)
+        rids, since = part_ids(submit), time.monotonic()
+        compiled: CompiledSpec | None = None
         self._meter.count("num_grammar_total", 1)
         self._meter.count("num_grammar_queue_reqs", 1)
         try:
-            compiled = await _outcome(self._compile(spec))
-        except BaseException as error:  # cancelled, too
-            forget(self._client, rids)
-            self._meter.count("num_grammar_aborted_total", 1)
-            if isinstance(error, GrammarError):
-                raise _refusal(spec, str(error)) from None
-            raise
+            compiled = self._known(spec)
+            if compiled is None:
+                compiled = await self.waits.compiled(rids, lambda: self._compile(spec))
+        except GrammarError as error:
+            raise RequestError(*_refusal(submit.sampling, spec, str(error))) from None
         finally:
             self._meter.count("num_grammar_queue_reqs", -1)
+            self._meter.count("num_grammar_aborted_total", int(compiled is None))
         sampling = msgspec.structs.replace(submit.sampling, **_NONE)
+        if compiled is None:
+            nothing = msgspec.structs.replace(sampling, max_new_tokens=0, min_new_tokens=0)
+            return msgspec.structs.replace(submit, sampling=nothing)
+        waited = time.monotonic() - since
         return msgspec.structs.replace(
-            submit, sampling=sampling, grammar=compiled, thinking=thinking
+            submit, sampling=sampling, grammar=compiled, thinking=thinking, waited=waited
         )
-
-    def begin(self, samplings: list[SamplingParams]) -> None:
-        """Compile what several requests are about to ask for, beside each other."""
-        for sampling in samplings:
-            spec = _spec(sampling)
-            if spec is not None:
-                self._compile(spec)
 
     def flush(self) -> None:
         """Forget what was compiled."""
@@ -111,28 +110,41 @@ class Grammars:
             raise RequestError(message, "require_reasoning")
         return self.reasoner.thinking(prompt_ids)
 
+    def _known(self, spec: GrammarSpec) -> CompiledSpec | None:
+        """What needs no waiting for. Raises GrammarError."""
+        known = self._ready().known(spec)
+        return None if known is None else known.result()
+
     def _compile(self, spec: GrammarSpec) -> concurrent.futures.Future[CompiledSpec]:
-        """Raises RequestError when there is nothing to compile with."""
+        return self._ready().compile(spec)
+
+    def _ready(self) -> GrammarCompiler:
+        """Raises GrammarError when there is nothing to compile with."""
         if self._backend == "none":
-            raise _refusal(spec, "the server's --grammar-backend is none")
+            raise GrammarError("the server's --grammar-backend is none")
         with self._lock:
             if self._closed:
-                raise _refusal(spec, "the engine is shutting down")
+                raise GrammarError("the engine is shutting down")
             if self._compiler is None:
                 vocabulary = self._vocabulary()
                 if not vocabulary.eos_ids:
-                    raise _refusal(spec, "the model has no end token, which has to follow it")
+                    raise GrammarError("the model has no end token, which has to follow it")
                 options = self._options
                 limits = CompilerLimits(
                     seconds=options.grammar_compile_timeout,
                     crowded_seconds=min(5.0, options.grammar_compile_timeout),
                     memory_mb=options.grammar_compile_memory_mb,
-                    max_workers=options.grammar_workers,
+                    max_workers=options.grammar_workers or _usual_workers(),
                 )
                 self._compiler = GrammarCompiler(
                     self._backend, vocabulary, limits, meter=self._meter
                 )
-        return self._compiler.compile(spec)
+            return self._compiler
+
+
+def _usual_workers() -> int:
+    """They share the processors; some may hang, and do not compute then."""
+    return min(max(2 * (os.cpu_count() or 1), 4), 16)
 
 
 def _spec(sampling: SamplingParams) -> GrammarSpec | None:
@@ -143,13 +155,7 @@ def _spec(sampling: SamplingParams) -> GrammarSpec | None:
         raise RequestError(f"{error}.", next(name for name in given if given[name])) from None
 
 
-async def _outcome(future: concurrent.futures.Future[CompiledSpec]) -> CompiledSpec:
-    """Others may wait for it too: it goes on when the one who asks here is cancelled."""
-    waiting = asyncio.wrap_future(future)
-    waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
-    return await asyncio.shield(waiting)
-
-
-def _refusal(spec: GrammarSpec, why: str) -> RequestError:
-    field = FIELDS[spec.kind]
-    return RequestError(f"Failed to compile {field} grammar: {why}.", field)
+def _refusal(sampling: SamplingParams, spec: GrammarSpec, why: str) -> tuple[str, str]:
+    """The message and the field, both in its caller's words."""
+    field = sampling.syntax_field or FIELDS[spec.kind]
+    return f"Failed to compile {field} grammar: {why}.", field

@@ -26,6 +26,15 @@ def refused(submit: Submit, error: Exception) -> Delta:
     return Delta(rid=rid, turn=turn, token_ids=[], finish=finish, prompt_tokens=length)
 
 
+def aborted(submit: Submit) -> Delta:
+    """The answer to a request that was aborted before the scheduler had it."""
+    finish = FinishReason(type="abort", message="The request was aborted.")
+    rid, turn, length = submit.rid, submit.turn, len(submit.prompt_ids)
+    return Delta(
+        rid=rid, turn=turn, token_ids=[], finish=finish, prompt_tokens=length, ended=time.time()
+    )
+
+
 def lost(requests: Iterable[tuple[str, int]], why: str) -> list[Delta]:
     """The answer to requests, by their rids and turns, whose engine has ended."""
     finish = FinishReason(

@@ -40,7 +40,7 @@ def _meta_info(output: Output) -> dict[str, Any]:
         "cached_tokens": output.cached_tokens,
         "weight_version": "default",
         "num_retractions": output.num_retractions,
-        "reasoning_tokens": 0,
+        "reasoning_tokens": output.reasoning_tokens,
     }
     if output.finish is None:
         return meta

@@ -25,6 +25,8 @@ _OTHER_NAMES = {  # OpenAI's, and ours
     "stop_sequences": "stop",
     "stop_strings": "stop",
 }
+#: syntax_field is ours to set.
+_NAMES = (*(name for name in SamplingParams.__struct_fields__ if name != "syntax_field"), *NAMES)
 _WORDS = {  # an attribute's annotation in words
     "int": "an integer",
     "int | None": "an integer",
@@ -51,7 +53,7 @@ def sampling_from_dict(params: Mapping[str, Any] | None) -> SamplingParams:
         if name in _UNSUPPORTED:
             if value:
                 raise RequestError(f"{name} is not supported yet.", name)
-        elif name not in SamplingParams.__struct_fields__:
+        elif name not in _NAMES:
             raise _unknown(name)
         elif value is not None or name == "max_new_tokens":
             given[name] = value
@@ -69,7 +71,6 @@ def sampling_from_dict(params: Mapping[str, Any] | None) -> SamplingParams:
 
 
 def _unknown(name: Any) -> RequestError:
-    known = SamplingParams.__struct_fields__
-    near = _OTHER_NAMES.get(name) or nearest_name(str(name), known)
+    near = _OTHER_NAMES.get(name) or nearest_name(str(name), _NAMES)
     hint = f"; did you mean {near}?" if near else "."
     return RequestError(f"{name} is not a sampling parameter{hint}", str(name))

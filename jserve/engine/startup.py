@@ -111,7 +111,7 @@ def build(config: Config, channel: EngineEnd) -> Loop:
     return Loop(
         scheduler,
         runner,
-        GrammarGate(channel, GrammarQueue(templates)),
+        GrammarGate(channel, GrammarQueue(templates, lambda: scheduler.paused)),
         masks=masks,
         depth=resolved.overlap_depth,
         page_size=resolved.page_size,
@@ -199,7 +199,9 @@ def _device_facts() -> DeviceFacts:
         memory: int | None = psutil.virtual_memory().available
     else:
         memory = (device.memory_stats() or {}).get("bytes_limit")
-    return DeviceFacts(device.platform, device.device_kind, len(jax.devices()), memory)
+    capability = device.compute_capability if device.platform == "gpu" else None
+    count = len(jax.devices())
+    return DeviceFacts(device.platform, device.device_kind, count, memory, capability)
 
 
 def _cache_dir(config: Config) -> str | None:

@@ -19,7 +19,7 @@ NAMES = ("json_schema", "regex", "ebnf", "structural_tag", "choices", "json_obje
 
 
 def syntax_fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The one of NAMES that is given, as a field of SamplingParams; {} when none is.
+    """The one of NAMES that is given, as fields of SamplingParams; {} when none is.
 
     Null asks for nothing, and so does json_object: false. Raises RequestError naming the field.
     """
@@ -34,14 +34,15 @@ def syntax_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     ((name, value),) = asked.items()
     if name == "choices":
         try:
-            return {"regex": choice_spec(value if isinstance(value, list) else []).text}
+            text = choice_spec(value if isinstance(value, list) else []).text
+            return {"regex": text, "syntax_field": name}
         except (GrammarError, TypeError):
             rule = "choices must be a list of strings, and none of them empty"
             raise RequestError(f"{rule}, got {value!r}.", name) from None
     if name == "json_object":
         if value is not True:
             raise RequestError(f"json_object must be true or false, got {value!r}.", name)
-        return {"json_schema": JSON_OBJECT.text}
+        return {"json_schema": JSON_OBJECT.text, "syntax_field": name}
     if name == "json_schema" and isinstance(value, Mapping | bool):
         return {name: json.dumps(value, ensure_ascii=False)}
     if name == "structural_tag" and isinstance(value, Mapping):

@@ -2,7 +2,8 @@
 
     spec.py → compiler.py (worker.py) → bytes → load → Matcher → masks.py
 
-Backends (backend.py, choice.py) differ in what they can express: schema_check.py and tag_check.py
-refuse what one of them would not enforce, and regex_syntax.py gives both one dialect. No jax here;
-xgrammar and torch only in the file named after it, when it is used.
+Backends (backend.py, choice.py) differ in what they can express: schema_check.py, tag_check.py and
+ebnf_check.py refuse what one of them would not enforce, and regex_syntax.py gives both one dialect.
+What a library says is wrong is put into plain words by library_words.py. No jax here; xgrammar and
+torch only in the file named after it, when it is used.
 """

@@ -1,9 +1,10 @@
 """Compiles grammars in worker processes, with limits, and remembers what came of it.
 
 A thread cannot be killed and a process can: one that takes too long is, and one that grows too
-large fails by itself. Spare workers are kept ready, and when all are busy those that have had their
-share of time give way, so that compilations that hang do not keep the next one waiting. Knows
-nothing of requests, engines and masks.
+large fails by itself. Spare workers are kept ready, short texts do not wait for long ones
+(turns.py), and when all are busy those that have had their share of time give way, so that
+compilations that hang do not keep the next one waiting. Knows nothing of requests, engines and
+masks.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from threading import Lock
 
 from jserve.grammar.backend import GrammarError, Vocabulary
+from jserve.grammar.turns import NUM_EXTRA, Turns
 from jserve.grammar.worker import work
 from jserve.grammar.workers import Work, Worker, Workers
 from jserve.metrics.meter import NO_METER, Meter
@@ -29,8 +31,8 @@ _FORGET_SECONDS = 60.0  # when a timeout or a crash may be tried again
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CompilerLimits:
-    """`max_workers` compile at a time, each for `seconds`, or for `crowded_seconds` when others
-    wait for a worker; `cache_bytes` of payloads are kept.
+    """`max_workers` compile at a time (NUM_EXTRA more for short texts), each for `seconds`, or for
+    `crowded_seconds` when others wait for a worker; `cache_bytes` of payloads are kept.
     """
 
     seconds: float = 30.0
@@ -73,15 +75,21 @@ class GrammarCompiler:
         self.counts = CompilerCounts()
         self._limits = limits = limits or CompilerLimits()
         self._clock, self._meter = clock, meter
-        self._workers = Workers(work, (backend, vocabulary, limits.memory_mb), limits.max_workers)
-        self._threads = concurrent.futures.ThreadPoolExecutor(limits.max_workers, "jserve-grammar")
+        most = limits.max_workers + NUM_EXTRA
+        self._workers = Workers(work, (backend, vocabulary, limits.memory_mb), most)
+        self._threads = concurrent.futures.ThreadPoolExecutor(most, "jserve-grammar")
+        self._turns: Turns[GrammarSpec] = Turns(limits.max_workers)
         self._lock = Lock()
-        self._num_waiting = 0  # for a thread
         self._open: dict[GrammarSpec, concurrent.futures.Future[CompiledSpec]] = {}
         self._cache: collections.OrderedDict[GrammarSpec, CompiledSpec | _Failure] = (
             collections.OrderedDict()
         )
         self._cached_bytes = 0
+
+    def known(self, spec: GrammarSpec) -> concurrent.futures.Future[CompiledSpec] | None:
+        """What came of it before, as a future that is done; None when it must be compiled."""
+        with self._lock:
+            return self._known(spec)
 
     def compile(self, spec: GrammarSpec) -> concurrent.futures.Future[CompiledSpec]:
         """A future that must not be cancelled: others may wait for it. Raises GrammarError."""
@@ -91,9 +99,9 @@ class GrammarCompiler:
                 return known
             future = self._open.get(spec)
             if future is None:
-                self._num_waiting += 1
-                future = self._threads.submit(self._run, spec)
-                self._open[spec] = future
+                future = self._open[spec] = concurrent.futures.Future()
+                self._turns.put(spec, len(spec.text))
+                self._threads.submit(self._run)
             return future
 
     def flush(self) -> None:
@@ -124,9 +132,25 @@ class GrammarCompiler:
             done.set_result(found)
         return done
 
-    def _run(self, spec: GrammarSpec) -> CompiledSpec:
-        with self._lock:
-            self._num_waiting -= 1
+    def _run(self) -> None:
+        """Compile what is due."""
+        spec, turn = self._turns.take()
+        future = self._open[spec]
+        try:
+            result = self._result(spec)
+        except BaseException as error:  # our fault, and who waits must hear of it
+            with self._lock:
+                del self._open[spec]
+            future.set_exception(error)
+            raise
+        finally:
+            self._turns.give(turn)
+        if isinstance(result, _Failure):
+            future.set_exception(GrammarError(result.reason))
+        else:
+            future.set_result(result)
+
+    def _result(self, spec: GrammarSpec) -> CompiledSpec | _Failure:
         start = time.monotonic()
         result: CompiledSpec | _Failure
         try:
@@ -143,7 +167,8 @@ class GrammarCompiler:
             with self._lock:
                 self.counts.timeouts += 1
         except (EOFError, OSError):
-            reason = f"its compilation ended its process; it may use {self._limits.memory_mb} MB"
+            most = f"it may use {self._limits.memory_mb} MB; make it smaller"
+            reason = f"its compilation ended its process, probably for want of memory: {most}"
             result = _Failure(reason, self._clock() + _FORGET_SECONDS)
             with self._lock:
                 self.counts.crashes += 1
@@ -153,8 +178,6 @@ class GrammarCompiler:
             self.counts.seconds += seconds
             self._remember(spec, result)
             del self._open[spec]
-        if isinstance(result, _Failure):
-            raise GrammarError(result.reason)
         return result
 
     def _compiled(self, spec: GrammarSpec) -> CompiledSpec:
@@ -185,11 +208,11 @@ class GrammarCompiler:
         start = time.monotonic()
         while not worker.answered(_POLL_SECONDS):
             spent = time.monotonic() - start
-            limit = self._limits.seconds
-            if self._num_waiting:
-                limit = min(limit, self._limits.crowded_seconds)
+            limit, hint = self._limits.seconds, "make it smaller"
+            if self._turns.crowded and self._limits.crowded_seconds < limit:
+                limit, hint = self._limits.crowded_seconds, "others wait: try again later"
             if spent >= limit:
-                raise TimeoutError(f"it was not compiled within {limit:g} seconds")
+                raise TimeoutError(f"it was not compiled within {limit:g} seconds; {hint}")
         return worker.receive()
 
     def _remember(self, spec: GrammarSpec, result: CompiledSpec | _Failure) -> None:

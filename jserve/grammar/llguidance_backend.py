@@ -6,12 +6,14 @@ Its payload is the grammar's own source in llguidance's form.
 from __future__ import annotations
 
 import json
-import re
 
 import llguidance
 import numpy as np
 
 from jserve.grammar.backend import GrammarError, Vocabulary
+from jserve.grammar.gbnf import parse_gbnf
+from jserve.grammar.lark import to_lark
+from jserve.grammar.library_words import plain_words
 from jserve.grammar.regex_syntax import whole_match
 from jserve.grammar.schema_check import check_schema
 from jserve.grammar.tag_check import old_form
@@ -45,10 +47,10 @@ class LLGuidanceBackend:
         try:
             source = _source(spec)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise GrammarError(f"{type(error).__name__}: {error}"[:500]) from None
+            raise GrammarError(plain_words(str(error))) from None
         _, messages = llguidance.LLMatcher.validate_grammar_with_warnings(source, self._tokenizer)
         if messages:  # a warning is something that it would not enforce
-            raise GrammarError(" ".join(messages[0].split())[:500])
+            raise GrammarError(plain_words(messages[0]))
         self._try(source)
         return source.encode()
 
@@ -68,9 +70,9 @@ class LLGuidanceBackend:
             tried[-1].consume_token(token)
         for matcher in tried:
             if matcher.is_error():
-                raise GrammarError(" ".join(matcher.get_error().split())[:500])
+                raise GrammarError(plain_words(matcher.get_error()))
         if not len(allowed):
-            raise GrammarError("no token can begin it")
+            raise GrammarError("no text can satisfy it: no token can begin it")
 
 
 class LLGuidanceTemplate:
@@ -156,7 +158,7 @@ def _source(spec: GrammarSpec) -> str:
     elif spec.kind == "regex":
         text = f"start: /{whole_match(spec.text) or '(?:)'}/"
     elif spec.kind == "ebnf":
-        text = re.sub(r"(?m)^%llguidance.*$", "", llguidance.grammar_from("ebnf", spec.text))
+        text = to_lark(parse_gbnf(spec.text))
     else:
         text = _structural_tag(spec.text)
     # Where it takes a text to be forced, only one of its tokenizations would be allowed.
@@ -176,11 +178,12 @@ def _structural_tag(text: str) -> str:
     tag = old_form(text)
     if tag is None:
         raise GrammarError(
-            "llguidance takes structural tags with `structures` and `triggers` only; "
-            "--grammar-backend xgrammar takes `format` too"
+            "a structural tag must have structures and triggers here; its other form, with "
+            "format, needs a server with --grammar-backend xgrammar"
         )
     if tag["rest"].keys() - {"triggers"}:
-        raise GrammarError(f"{min(tag['rest'].keys() - {'triggers'})} needs xgrammar")
+        extra = min(tag["rest"].keys() - {"triggers"})
+        raise GrammarError(f"#/{extra} needs a server with --grammar-backend xgrammar")
     names = " | ".join(f"tag_{i}" for i in range(len(tag["tags"])))
     lines = [f"start: ({names})* TEXT", r"TEXT: /(.|\n)*/"]
     for i, (trigger, begin, schema, end) in enumerate(tag["tags"]):

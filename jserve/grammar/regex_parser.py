@@ -22,10 +22,10 @@ _REFUSED_GROUPS = {
 
 
 class Parser:
-    """Reads one text."""
+    """Reads one text. `ecma`: what only Python writes is refused."""
 
-    def __init__(self, text: str) -> None:
-        self._text = text
+    def __init__(self, text: str, ecma: bool = False) -> None:
+        self._text, self._ecma = text, ecma
         self._at = 0
         self._depth = 0
         self._ignore_case = self._dot_all = False
@@ -41,6 +41,8 @@ class Parser:
     def _flags(self) -> None:
         end = self._text.find(")")
         flags = self._text[2:end]
+        if self._ecma:
+            raise self._error(f"the flags (?{flags}), which ECMA-262 does not have,")
         if end < 0 or set(flags) - set("is"):
             raise self._error(f"the flags (?{flags}) (only i and s, at the start)")
         self._ignore_case, self._dot_all = "i" in flags, "s" in flags
@@ -126,6 +128,8 @@ class Parser:
             name = next((n for n in ("<=", "<!", *_REFUSED_GROUPS) if rest.startswith(n)), None)
             if name is not None:
                 raise self._error(_REFUSED_GROUPS[name], start)
+            if self._ecma and rest.startswith("P<"):
+                raise self._error("a group (?P<…>), which ECMA-262 writes (?<…>),", start)
             if self._take("<") or self._take("P<"):
                 end = self._text.find(">", self._at)
                 if end < 0 or not self._text[self._at : end].isidentifier():
@@ -213,6 +217,8 @@ class Parser:
             if not (letter.isascii() and letter.isalpha()):
                 raise self._error("\\c without a letter", start)
             return ord(letter) % 32
+        if self._text.startswith("{", self._at) and kind == "x":
+            raise self._error("\\x{…}, which dialects read differently (write \\u{…}),", start)
         if self._take("{"):
             end = self._text.find("}", self._at)
             digits = self._text[self._at : end] if end >= 0 else ""

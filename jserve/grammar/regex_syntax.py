@@ -3,7 +3,8 @@
 One dialect for both backends and for `pattern` in JSON schemas, whatever the libraries make of a
 text: \\d and \\w are ASCII, \\s is ECMA's white space, `.` is no line end. What no automaton can
 decide (lookaround, backreferences, word boundaries) and what dialects read differently is refused
-by name, with its position. The plain text holds literals, sets, groups and counts only.
+by name, with its position. `pattern` takes ECMA-262 only: no flags, no (?P<…>). The plain text
+holds literals, sets, groups and counts only.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ def whole_match(text: str) -> str:
 
 
 def search_match(text: str) -> str:
-    """`text`, which may match anywhere, as plain text that must match from beginning to end."""
-    return write(_trim(Parser(text).parse(), search=True))
+    """`text`, a `pattern` that may match anywhere, as plain text that must match as a whole."""
+    return write(_trim(Parser(text, ecma=True).parse(), search=True))
 
 
 def escape(text: str) -> str:

@@ -18,6 +18,7 @@ from jserve.grammar.backend import GrammarError
 from jserve.grammar.formats import FORMAT_PATTERNS, INTEGER_FORMATS, NATIVE_FORMATS
 from jserve.grammar.regex_syntax import search_match
 from jserve.grammar.schema_refs import SchemaRefs
+from jserve.grammar.schema_shapes import check_shapes
 
 #: Keywords of any draft that restrict an instance; what is in no table is an annotation.
 _ENFORCED = frozenset(
@@ -70,7 +71,7 @@ class CheckedSchema:
 def check_schema(text: str) -> CheckedSchema:
     """Raises GrammarError."""
     try:
-        schema = json.loads(text, parse_constant=_no_constant)
+        schema = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_twins)
     except (ValueError, RecursionError) as error:
         raise GrammarError(f"the schema is not JSON: {error}"[:300]) from None
     if schema is True:
@@ -112,6 +113,7 @@ class _Check:
         if self._refs_stand_alone and "$ref" in node:
             for keyword in node.keys() - {"$ref", "$defs", "definitions", "$id", "id"}:
                 del node[keyword]
+        check_shapes(node, at)
         for rewrite in _REWRITES:
             rewrite(node, at)
         for keyword in node:
@@ -128,8 +130,6 @@ class _Check:
                 self._open += [(one, f"{at}/{keyword}/{i}") for i, one in enumerate(node[keyword])]
         for keyword in _MAPS:
             inner = node.get(keyword, {})
-            if not isinstance(inner, dict):
-                raise refused(keyword, at, "must be an object")
             self._open += [(inner[key], f"{at}/{keyword}/{escape(key)}") for key in inner]
 
     def _note_escapes(self, node: Schema, at: str) -> None:
@@ -151,6 +151,16 @@ def escape(key: str) -> str:
 
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
+
+
+def _no_twins(pairs: list[tuple[str, Any]]) -> Schema:
+    """Of two values under one name, one would be dropped."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        twin = next(name for i, name in enumerate(names) if name in names[:i])
+        raise ValueError(f"an object names {json.dumps(twin)[:60]} twice")
+    return made
 
 
 # ---- rewrites: each leaves the set of valid instances as it is
@@ -275,10 +285,13 @@ def _settle_patterns(node: Schema, at: str) -> None:
     """Every pattern in one way of writing, and formats by patterns and limits."""
     if isinstance(node.get("pattern"), str):
         node["pattern"] = _pattern(node["pattern"], f"{at}/pattern")
-    named = node.get("patternProperties")
-    if isinstance(named, dict):
+    named: dict[str, list[Any]] = {}  # two patterns may be one, written differently
+    for key, value in node.get("patternProperties", {}).items():
+        named.setdefault(_pattern(key, f"{at}/patternProperties"), []).append(value)
+    if named:
         node["patternProperties"] = {
-            _pattern(key, f"{at}/patternProperties"): value for key, value in named.items()
+            key: values[0] if len(values) == 1 else {"allOf": values}
+            for key, values in named.items()
         }
     name = node.get("format")
     kind = node.get("type")

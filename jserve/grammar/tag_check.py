@@ -12,9 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 from jserve.grammar.backend import GrammarError
+from jserve.grammar.ebnf_check import check_ebnf
 from jserve.grammar.regex_syntax import whole_match
 from jserve.grammar.schema_check import KEYWORDS, escape, refused, whole
 from jserve.grammar.schema_refs import SchemaRefs
+from jserve.grammar.schema_shapes import check_shapes
 
 #: What may stand beside a `type`, and is enforced then.
 _BESIDE_TYPE: dict[str, frozenset[str]] = {
@@ -63,14 +65,16 @@ def old_form(text: str) -> Json | None:
     except (ValueError, RecursionError) as error:
         raise GrammarError(f"the structural tag is not JSON: {error}"[:300]) from None
     if not isinstance(tag, dict):
-        raise GrammarError("a structural tag is a JSON object")
+        raise GrammarError("a structural tag must be a JSON object")
     if "structures" not in tag:
         return None
     triggers = tag.get("triggers")
     if not isinstance(triggers, list) or not all(isinstance(t, str) and t for t in triggers):
         raise GrammarError("#/triggers must be a list of texts")
-    tags = []
-    for i, one in enumerate(tag["structures"]):
+    tags, structures = [], tag["structures"]
+    if not isinstance(structures, list) or not all(isinstance(one, dict) for one in structures):
+        raise GrammarError("#/structures must be a list of objects with begin, schema and end")
+    for i, one in enumerate(structures):
         begin, end = one.get("begin"), one.get("end")
         if not isinstance(begin, str) or not isinstance(end, str):
             raise GrammarError(f"#/structures/{i} needs the texts begin and end")
@@ -98,6 +102,8 @@ def _visit(node: Any, at: str) -> None:
         node["json_schema"] = check_tag_schema(node.get("json_schema", {}), f"{at}/json_schema")
     elif node.get("type") == "regex" and isinstance(node.get("pattern"), str):
         node["pattern"] = whole_match(node["pattern"])
+    elif node.get("type") == "grammar" and isinstance(node.get("grammar"), str):
+        check_ebnf(node["grammar"])
     else:
         for key, inner in node.items():
             _visit(inner, f"{at}/{escape(key)}")
@@ -126,20 +132,23 @@ def check_tag_schema(schema: Any, at: str) -> Any:
 
 def _inner(node: Json, at: str, refs: SchemaRefs) -> list[tuple[Any, str]]:
     """Check one schema; → those within it."""
+    check_shapes(node, at)
     said = KEYWORDS & node.keys()
     alone = [keyword for keyword in _ALONE if keyword in said]
     kind = node.get("type")
     if alone:
         beside = said - {alone[0]} - ({"type"} if alone[0] in ("const", "enum") else set())
         if beside:
-            raise refused(min(beside), at, f"beside {alone[0]} is not enforced by xgrammar")
+            raise refused(
+                min(beside), at, f"beside {alone[0]} cannot be enforced in a structural tag"
+            )
         return _lone(node, alone[0], at, refs)
     kinds = kind if isinstance(kind, list) else [kind] if kind is not None else []
     allowed = _BESIDE_TYPE.get(kinds[0], frozenset()) if len(kinds) == 1 else frozenset[str]()
     unknown = said - allowed - {"type"}
     if unknown:
         what = f"of type {json.dumps(kind)}" if kinds else "without type"
-        raise refused(min(unknown), at, f"{what} is not enforced by xgrammar")
+        raise refused(min(unknown), at, f"{what} cannot be enforced in a structural tag")
     if kinds == ["object"]:
         return _object(node, at)
     if kinds == ["array"]:
@@ -184,7 +193,9 @@ def _object(node: Json, at: str) -> list[tuple[Any, str]]:
         raise refused("required", at, "names what properties does not declare")
     if properties and others is not False:
         # a declared name could be written with \u escapes and pass as another one
-        raise refused("additionalProperties", at, "beside properties is not enforced by xgrammar")
+        raise refused(
+            "additionalProperties", at, "beside properties cannot be enforced in a structural tag"
+        )
     inner = [(one, f"{at}/properties/{escape(name)}") for name, one in properties.items()]
     return inner if others is False else [*inner, (others, f"{at}/additionalProperties")]
 

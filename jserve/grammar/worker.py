@@ -68,10 +68,11 @@ def _compile(backend: Backend, spec: GrammarSpec, memory_mb: int) -> Answer:
         payload = backend.compile(spec)
         if len(payload) <= _MAX_PAYLOAD:
             return payload, "", True
-        return b"", f"its compiled form has {len(payload) >> 20} MB", True
+        most = f"at most {_MAX_PAYLOAD >> 20} are possible; make it smaller"
+        return b"", f"its compiled form has {len(payload) >> 20} MB, and {most}", True
     except GrammarError as error:
         return b"", str(error), True
     except MemoryError:
-        return b"", f"it needs more than {memory_mb} MB", False
+        return b"", f"it needs more than {memory_mb} MB; make it smaller", False
     except BaseException as error:  # a panic in Rust is no Exception, and leaves the library unsure
         return b"", f"the compiler failed: {type(error).__name__}: {error}"[:500], False

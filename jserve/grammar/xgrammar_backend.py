@@ -13,6 +13,7 @@ import xgrammar
 
 from jserve.grammar.backend import GrammarError, Vocabulary
 from jserve.grammar.ebnf_check import check_ebnf
+from jserve.grammar.library_words import plain_words
 from jserve.grammar.regex_syntax import whole_match
 from jserve.grammar.tag_check import check_tag_schema, parse_tag
 from jserve.types import GrammarSpec
@@ -45,11 +46,18 @@ class XGrammarBackend:
             else:
                 schema = check_tag_schema(json.loads(spec.text), "#")
                 compiled = compiler.compile_json_schema(schema, max_whitespace_cnt=2)
+            self._check_begins(compiled)
             return compiled.serialize_json().encode()
         except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
             if "bad_alloc" in str(error):
                 raise MemoryError from None
             raise GrammarError(_reason(error)) from None
+
+    def _check_begins(self, compiled: xgrammar.CompiledGrammar) -> None:
+        row = np.zeros((1, self._words), np.int32)
+        matcher = xgrammar.GrammarMatcher(compiled)
+        if matcher.fill_next_token_bitmask(torch.from_numpy(row), 0) and not row.any():
+            raise GrammarError("no text can satisfy it: no token can begin it")
 
     def load(self, payload: bytes) -> XGrammarTemplate:
         compiled = xgrammar.CompiledGrammar.deserialize_json(payload.decode(), self._info)
@@ -93,4 +101,4 @@ def _reason(error: Exception) -> str:
     text = str(error).strip()
     if text.startswith("[") and "] " in text:  # a time stamp and the place in its source
         text = text.split("] ", 1)[1].split(": ", 1)[-1]
-    return " ".join(text.split())[:500]
+    return plain_words(text)

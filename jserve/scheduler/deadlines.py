@@ -32,7 +32,7 @@ class Deadlines:
         if now < self._next:
             return
         self._next = now + self._interval
-        waited = [one for one in roster.waiting if now - one.since > self._waiting]
+        waited = [one for one in roster.waiting if now - one.since + _before(one) > self._waiting]
         ran = [row.request for row in roster.residents]
         ran = [one for one in ran if now - one.since > self._running]
         why = f"waited for longer than {self._waiting:g} s (--req-waiting-timeout)."
@@ -44,3 +44,8 @@ class Deadlines:
         self._roster.totals[total] += len(requests)
         for request in requests:
             abort(self._roster, request, TimedOutError(f"The request {why}"))
+
+
+def _before(request: Request) -> float:
+    """Seconds that it had waited for its grammar when it came: part of its first stay."""
+    return request.submit.waited if request.seed is None else 0.0

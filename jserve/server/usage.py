@@ -27,6 +27,6 @@ def usage(serving: Serving, outputs: Sequence[Output], n: int) -> dict[str, Any]
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "reasoning_tokens": 0,
+        "reasoning_tokens": sum(output.reasoning_tokens for output in outputs),
         "prompt_tokens_details": cached if report else None,
     }

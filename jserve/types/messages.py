@@ -30,6 +30,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
     stream: bool = False  # False: the engine may hold tokens back and send one Delta at the end
     created: float = 0.0  # time.time() in the API process
     sent: float = 0.0  # … when its prompt was ready
+    waited: float = 0.0  # seconds, for its grammar
     turn: int = 0  # tells uses of one rid apart; its Deltas carry it
     grammar: CompiledSpec | None = None  # what its tokens must follow
     thinking: Thinking | None = None  # … behind this
@@ -195,6 +196,7 @@ class Output(msgspec.Struct, kw_only=True):
     completion_tokens: int
     cached_tokens: int
     num_retractions: int = 0
+    reasoning_tokens: int = 0
     times: Times = msgspec.field(default_factory=Times)
     output_logprobs: TokenLogprobs | None = None  # cumulative
     input_logprobs: TokenLogprobs | None = None

@@ -45,3 +45,4 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     regex: str | None = None
     ebnf: str | None = None
     structural_tag: str | None = None
+    syntax_field: str = ""  # what its caller calls that one, where it is not the name here

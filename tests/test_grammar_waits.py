@@ -1,0 +1,243 @@
+"""Requests that wait for their grammars: what ends the wait, how many may, and what it holds up."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from test_grammar_engine import first, start
+
+from jserve.engine.engine import Engine
+from jserve.engine.flush import flush_when_idle
+from jserve.errors import QueueFullError, RequestError, TimedOutError
+from jserve.types import GenerateRequest, GrammarSpec, SamplingParams
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with start(enable_metrics=True) as engine:
+        yield engine
+
+
+async def every(engine: Engine, batch: list[GenerateRequest]) -> list[Any]:
+    """The last Output of each sequence, in order."""
+    async with contextlib.aclosing(engine.generate_batch(batch)) as outputs:
+        last = [output async for output in outputs if output.finish is not None]
+    return sorted(last, key=lambda output: output.index)
+
+
+@pytest.fixture
+def never(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> concurrent.futures.Future[Any]:
+    """A compilation that goes on until the test ends it."""
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    compile_ = engine.grammars._compile
+    monkeypatch.setattr(
+        engine.grammars,
+        "_compile",
+        lambda spec: future if spec.text == "slow" else compile_(spec),
+    )
+    return future
+
+
+def test_a_waiting_grammar_delays_its_own_request_only(
+    engine: Engine, never: concurrent.futures.Future[Any]
+) -> None:
+    async def run() -> None:
+        slow = GenerateRequest(text="a", sampling=SamplingParams(regex="slow"))
+        waiting = asyncio.create_task(first(engine, slow))
+        await asyncio.sleep(0.05)
+        gauge = engine.metrics.render().decode()
+        assert re.search(r"num_grammar_queue_reqs\{[^}]*\} 1.0", gauge)
+        for sampling in (SamplingParams(max_new_tokens=3), SamplingParams(regex="abc")):
+            output = await first(engine, GenerateRequest(text="b", sampling=sampling))
+            assert output.finish.type in ("length", "stop")
+        assert not waiting.done()
+        spec = GrammarSpec(kind="regex", text="fast")
+        never.set_result(await asyncio.wrap_future(engine.grammars._compile(spec)))
+        assert (await waiting).text == "fast"
+
+    asyncio.run(run())
+
+
+def test_a_client_that_leaves_while_its_grammar_compiles_is_forgotten(
+    engine: Engine, never: concurrent.futures.Future[Any]
+) -> None:
+    async def run() -> None:
+        request = GenerateRequest(text="a", rid="leaver", sampling=SamplingParams(regex="slow"))
+        waiting = asyncio.create_task(first(engine, request))
+        await asyncio.sleep(0.05)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert not engine._client.aborted_early
+        assert not never.cancelled()  # others may wait for it
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("how", ["id", "all", "pause"])
+def test_an_abort_ends_a_request_at_once_whose_grammar_compiles(
+    engine: Engine, never: concurrent.futures.Future[Any], how: str, n: int
+) -> None:
+    async def run() -> None:
+        sampling = SamplingParams(regex="slow", n=n)
+        request = GenerateRequest(text="a", rid="early", sampling=sampling)
+        waiting = asyncio.create_task(every(engine, [request]))
+        await asyncio.sleep(0.05)
+        if how == "pause":
+            await engine.control("pause_generation", mode="abort")
+            await engine.control("continue_generation")
+        else:
+            engine.abort("early" if how == "id" else "", abort_all=how == "all")
+        for output in await asyncio.wait_for(waiting, 5):
+            assert output.finish.type == "abort" and not output.output_ids
+            assert output.finish.status_code is None and output.prompt_tokens == 1
+        assert not never.done() and not engine._client.aborted_early
+
+    asyncio.run(run())
+
+
+def test_one_of_n_sequences_that_is_aborted_meanwhile_never_begins(
+    engine: Engine, never: concurrent.futures.Future[Any]
+) -> None:
+    async def run() -> None:
+        sampling = SamplingParams(regex="slow", n=3)
+        request = GenerateRequest(text="a" * 80, rid="early", sampling=sampling)  # warmed up
+        waiting = asyncio.create_task(every(engine, [request]))
+        await asyncio.sleep(0.05)
+        engine.abort("early_1")
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        spec = GrammarSpec(kind="regex", text="fast")
+        never.set_result(await asyncio.wrap_future(engine.grammars._compile(spec)))
+        outputs = await asyncio.wait_for(waiting, 10)
+        assert [one.finish.type for one in outputs] == ["stop", "abort", "stop"]
+        assert [one.text for one in outputs] == ["fast", "", "fast"]
+
+    asyncio.run(run())
+
+
+def test_an_abort_reaches_the_members_of_a_batch_that_wait_for_a_grammar(
+    engine: Engine, never: concurrent.futures.Future[Any]
+) -> None:
+    def member(rid: str, **sampling: Any) -> GenerateRequest:
+        return GenerateRequest(text="a", rid=rid, sampling=SamplingParams(**sampling))
+
+    batch = [member("b_0", regex="slow"), member("b_1", regex="abc"), member("b_2")]
+
+    async def run() -> None:
+        waiting = asyncio.create_task(every(engine, batch))
+        await asyncio.sleep(0.3)
+        assert not waiting.done()
+        engine.abort("b_2")
+        engine.abort("b_0")
+        outputs = await asyncio.wait_for(waiting, 5)
+        assert [one.finish.type for one in outputs] == ["abort", "stop", "abort"]
+        assert outputs[1].text == "abc" and not engine._client.aborted_early
+
+    asyncio.run(run())
+
+
+def test_an_id_that_waits_for_a_grammar_is_in_use(
+    engine: Engine, never: concurrent.futures.Future[Any]
+) -> None:
+    async def run() -> None:
+        request = GenerateRequest(text="a", rid="twice", sampling=SamplingParams(regex="slow"))
+        waiting = asyncio.create_task(first(engine, request))
+        await asyncio.sleep(0.05)
+        with pytest.raises(RequestError, match="rid twice is in use"):
+            await first(engine, request)
+        engine.abort("twice")
+        assert (await asyncio.wait_for(waiting, 5)).finish.type == "abort"
+
+    asyncio.run(run())
+
+
+def test_a_flush_is_refused_while_a_grammar_compiles_but_for_a_pause(
+    engine: Engine, never: concurrent.futures.Future[Any]
+) -> None:
+    async def run() -> None:
+        request = GenerateRequest(text="a", rid="busy", sampling=SamplingParams(regex="slow"))
+        waiting = asyncio.create_task(first(engine, request))
+        await asyncio.sleep(0.05)
+        assert not (await engine.control("flush_cache")).ok
+        await engine.control("pause_generation", mode="retract")
+        assert (await engine.control("flush_cache")).ok
+        await engine.control("continue_generation")
+        assert not (await engine.control("flush_cache")).ok
+        engine.abort("busy")
+        await asyncio.wait_for(waiting, 5)
+        assert (await flush_when_idle(engine.control, 5.0)).ok
+
+    asyncio.run(run())
+
+
+@pytest.fixture(scope="module")
+def limited() -> Iterator[Engine]:
+    with start(max_queued_requests=2, req_waiting_timeout=2.0) as engine:
+        for text in ("known", "b"):
+            engine.grammars._compile(GrammarSpec(kind="regex", text=text)).result(60)
+        yield engine
+
+
+def test_waits_for_grammars_count_for_the_queue_limit_and_what_is_known_does_not_wait(
+    limited: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold = concurrent.futures.Future[Any]()
+    compile_ = limited.grammars._compile
+    monkeypatch.setattr(limited.grammars, "_compile", lambda spec: hold)
+
+    def bound(text: str, n: int = 1) -> GenerateRequest:
+        return GenerateRequest(text="a", sampling=SamplingParams(regex=text, n=n))
+
+    async def run() -> None:
+        with pytest.raises(QueueFullError):
+            await first(limited, bound("too many", n=3))
+        waiting = [asyncio.create_task(first(limited, bound(f"new {i}"))) for i in range(2)]
+        await asyncio.sleep(0.05)
+        with pytest.raises(QueueFullError, match="The request queue is full"):
+            await first(limited, bound("one more"))
+        assert (await first(limited, bound("known"))).text == "known"
+        free = GenerateRequest(text="a", sampling=SamplingParams(max_new_tokens=2))
+        assert (await first(limited, free)).finish.type == "length"
+        hold.set_result(await asyncio.wrap_future(compile_(GrammarSpec(kind="regex", text="b"))))
+        assert [(await one).text for one in waiting] == ["b", "b"]
+
+    asyncio.run(run())
+
+
+def test_what_waits_in_the_queue_counts_beside_waits_for_grammars(limited: Engine) -> None:
+    async def run() -> None:
+        await limited.control("pause_generation", mode="in_place")
+        free = GenerateRequest(text="a", sampling=SamplingParams(max_new_tokens=2))
+        queued = [asyncio.create_task(first(limited, free)) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        with pytest.raises(QueueFullError, match="The request queue is full"):
+            await first(limited, GenerateRequest(text="a", sampling=SamplingParams(regex="new")))
+        await limited.control("continue_generation")
+        assert [(await one).finish.type for one in queued] == ["length", "length"]
+
+    asyncio.run(run())
+
+
+def test_a_wait_for_a_grammar_ends_with_the_waiting_timeout(
+    limited: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold = concurrent.futures.Future[Any]()
+    monkeypatch.setattr(limited.grammars, "_compile", lambda spec: hold)
+
+    async def run() -> None:
+        start = time.monotonic()
+        with pytest.raises(TimedOutError, match=r"longer than 2 s \(--req-waiting-timeout\)"):
+            await first(limited, GenerateRequest(text="a", sampling=SamplingParams(regex="new")))
+        assert 1.9 < time.monotonic() - start < 9
+        assert not hold.cancelled() and not limited._client.aborted_early
+
+    asyncio.run(run())
