@@ -7,6 +7,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.float8 import stored
+
 
 def write_pages(pool: jax.Array, values: jax.Array, slots: jax.Array) -> jax.Array:
     """Pool with `values` [T, heads, D] at the flat token slots [T] (page · page_size + offset).
@@ -17,7 +19,8 @@ def write_pages(pool: jax.Array, values: jax.Array, slots: jax.Array) -> jax.Arr
     """
     num_pages, page_size, heads, head_dim = pool.shape
     assert values.shape[1] == heads, f"{values.shape=} {pool.shape=}"
-    values = values.astype(pool.dtype)
+    narrow = pool.dtype.itemsize == 1
+    values = stored(values, pool.dtype) if narrow else values.astype(pool.dtype)
     if values.shape[2] < head_dim:
         values = jnp.pad(values, ((0, 0), (0, 0), (0, head_dim - values.shape[2])))
     if values.shape[0] == 1:
@@ -32,9 +35,3 @@ def write_pages(pool: jax.Array, values: jax.Array, slots: jax.Array) -> jax.Arr
         return pool.at[slots // page_size, slots % page_size].set(values, **how)
     flat = pool.reshape(num_pages * page_size, heads, head_dim)
     return flat.at[slots].set(values, **how).reshape(pool.shape)
-
-
-def interleave_heads(k: jax.Array, v: jax.Array) -> jax.Array:
-    """[T, K, D] → [T, 2 · K, D] of the fused layout: keys at even heads, values at odd ones."""
-    tokens, heads, head_dim = k.shape
-    return jnp.stack([k, v], axis=2).reshape(tokens, 2 * heads, head_dim)

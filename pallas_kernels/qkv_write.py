@@ -17,6 +17,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.attention import attend
 from pallas_kernels.attention.batch import AttentionMeta, KVLayer
+from pallas_kernels.float8 import stored
 
 _SMALL = 1024  # tokens up to which a program takes few of them, so that all of the card has work
 
@@ -136,11 +137,11 @@ def _kernel(
     def _key() -> None:
         a, b = turned(refs[1] if normed else None)
         target = slot()  # rounded to the projection's dtype first, as the queries are
-        k_ref[(*target, low)] = a.astype(fused_ref.dtype).astype(k_ref.dtype)
-        k_ref[(*target, high)] = b.astype(fused_ref.dtype).astype(k_ref.dtype)
+        k_ref[(*target, low)] = stored(a.astype(fused_ref.dtype), k_ref.dtype)
+        k_ref[(*target, high)] = stored(b.astype(fused_ref.dtype), k_ref.dtype)
 
     @pl.when(member > group)
     def _value() -> None:
         target = slot()
-        v_ref[(*target, low)] = fused_ref[(*place, low)].astype(v_ref.dtype)
-        v_ref[(*target, high)] = fused_ref[(*place, high)].astype(v_ref.dtype)
+        v_ref[(*target, low)] = stored(fused_ref[(*place, low)], v_ref.dtype)
+        v_ref[(*target, high)] = stored(fused_ref[(*place, high)], v_ref.dtype)

@@ -6,9 +6,9 @@
     scripts/gpu_kernels.py --tiny    small shapes: a dry run, interpreted kernels on CPU
 
 Exits 1 when a case is wrong. float32 must agree with brute force to 1e-5 of its norm (tf32 would
-give 3e-4), bfloat16 to 1e-2. Times are of the attention alone and of the op with its KV write,
-chained through 8 layers' worth of calls in one program, so that launches overlap as they do in a
-model; KV bytes are counted once.
+give 3e-4), bfloat16 to 3e-3; over float8 pools too, with the same rounded keys and values. Times
+are of the attention alone and of the op with its KV write, chained through 8 layers' worth of calls
+in one program, so that launches overlap as they do in a model; KV bytes are counted once.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from pallas_kernels.attention.tuning import block_sizes  # noqa: E402
 
 CHAIN = 8  # layers of one program
 CALLS = 10  # programs dispatched back to back
-LIMITS = {"float32": 1e-5, "bfloat16": 1e-2}  # of relative error
+LIMITS = {"float32": 1e-5, "bfloat16": 3e-3}  # of relative error
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 16
 #: Rows longer than Hopper's tiles, with and without a cached prefix, among short ones.
 ROWS = ((1, 50), (1, 7), (64, 64), (65, 200), (130, 130), (5, 40), (300, 333), (128, 700))
@@ -67,6 +67,15 @@ MANIER: dict[str, dict[str, Any]] = {
     "many rows, one query head": {"group": 1, "kv_heads": 3},
     "many rows, pages of 8": {"page_size": 8},
     "many rows, pages of 64, all real": {"page_size": 64, "spare_rows": 0, "spare_tokens": 0},
+}
+#: Over float8 pools: both ways to decode, ragged and long rows, a width that is no power of two.
+NARROW: dict[str, suite.Case] = {
+    "float8, decode in splits": suite.CASES["decode"],
+    "float8, decode with a window and a cap": suite.CASES["decode with a window and a cap"],
+    "float8, many rows": MANY,
+    "float8, mixed, head_dim 96": suite.CASES["mixed, head_dim 96"],
+    "float8, long rows": LONG,
+    "float8, long rows, window": dataclasses.replace(LONG, window=100),
 }
 
 
@@ -144,6 +153,9 @@ def check(implementation: str, *, tiny: bool) -> int:
     if not tiny:
         cases |= {name: dataclasses.replace(LONG, **change) for name, change in LONGER.items()}
         cases |= {name: dataclasses.replace(MANY, **change) for name, change in MANIER.items()}
+    for kv_dtype in ("float8_e4m3fn", "float8_e5m2"):
+        for name, case in itertools.islice(NARROW.items(), 1 if tiny else None):
+            cases[f"{name}, {kv_dtype}"] = dataclasses.replace(case, kv_dtype=kv_dtype)
     jobs = [(name, case, dtype) for name, case in cases.items() for dtype in LIMITS]
     # Compiling takes nearly all the time; Triton's own compiler is not known to be thread-safe.
     workers = 1 if implementation == "jax_triton" or tiny else 8
@@ -165,7 +177,7 @@ def case_error(name: str, case: suite.Case, dtype: str, implementation: str) -> 
     to another implementation. Reports what is wrong.
     """
     case = dataclasses.replace(case, dtype=dtype)
-    batch = _rounded(suite.make_batch(case, seed=len(name)), dtype)
+    batch = _rounded(suite.make_batch(case, seed=len(name)), case)
     found: dict[str, Any] = {"case": name, "implementation": implementation, "dtype": dtype}
     try:
         out, _, _ = suite.call(case, batch, implementation)
@@ -182,16 +194,14 @@ def case_error(name: str, case: suite.Case, dtype: str, implementation: str) -> 
     return error
 
 
-def _rounded(batch: suite.Batch, dtype: str) -> suite.Batch:
-    """The batch with values that `dtype` holds exactly, so that only the kernel's own error is
-    left.
+def _rounded(batch: suite.Batch, case: suite.Case) -> suite.Batch:
+    """The batch with values that queries' and pool's types hold exactly, so that only the kernel's
+    own error is left.
     """
-    arrays = {
-        name: np.asarray(jnp.asarray(value, dtype).astype(jnp.float32))
-        for name, value in (("q", batch.q), ("k", batch.k), ("v", batch.v),
-                            ("pool_k", batch.pool_k), ("pool_v", batch.pool_v))
-    }  # fmt: skip
-    return dataclasses.replace(batch, **arrays)
+    q = np.asarray(jnp.asarray(batch.q, case.dtype).astype(jnp.float32))
+    names = ("k", "v", "pool_k", "pool_v")
+    held = {name: case.as_stored(getattr(batch, name)) for name in names}
+    return dataclasses.replace(batch, q=q, **held)
 
 
 def relative_error(out: np.ndarray, expected: np.ndarray) -> float:
@@ -210,12 +220,12 @@ def check_large_offsets(implementations: list[str]) -> int:
         lambda q, layer, meta, call: call(q, layer, meta, scale=0.1), static_argnames="call"
     )
     oracle = attention.IMPLEMENTATIONS["reference"]
-    expected = np.asarray(run(q, layer, meta, oracle).astype(jnp.float32))
+    expected = np.asarray(run(q.astype(jnp.float32), layer, meta, oracle))
     wrong = 0
     for name in implementations:
         out = run(q, layer, meta, attention.IMPLEMENTATIONS[name])
         error = relative_error(np.asarray(out.astype(jnp.float32)), expected)
-        wrong += not error < 1e-2
+        wrong += not error < LIMITS["bfloat16"]
         report(case="pool of 2.3e9 elements", implementation=name, relative_error=error)
     return wrong
 

@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jserve.cache.pool import pool_dtype
 from pallas_kernels.attention import AttentionMeta, KVLayer, attend, mosaic_tpu, uses_fused_layout
 from pallas_kernels.dispatch import dispatch
+from pallas_kernels.float8 import loaded, stored
 
 IMPLEMENTATIONS = ("reference", "xla", "pallas_triton_interpret")
 NUM_PAGES = 40  # of one layer
@@ -39,6 +41,12 @@ class Case:
     spare_rows: int = 2
     spare_tokens: int = 3
     dtype: str = "float32"
+    kv_dtype: str | None = None  # of the pool; None: dtype
+
+    def as_stored(self, x: np.ndarray) -> np.ndarray:
+        """What keys or values are once they went through the pool."""
+        dtype = jnp.dtype(self.kv_dtype or self.dtype)
+        return np.asarray(loaded(stored(jnp.array(x, self.dtype), dtype), jnp.float32))
 
     @property
     def num_tokens(self) -> int:
@@ -190,13 +198,15 @@ def call(
         )
         return out, layer.k, layer.v
 
-    arrays = (
-        jnp.array(x, case.dtype) for x in (batch.q, batch.k, batch.v, batch.pool_k, batch.pool_v)
-    )
+    # A GPU's pool, for its kernels on CPU too.
+    platform = "gpu" if "triton" in implementation else jax.default_backend()
+    held = pool_dtype(case.kv_dtype or case.dtype, platform)
+    arrays = (jnp.array(x, case.dtype) for x in (batch.q, batch.k, batch.v))
+    pools = (stored(jnp.array(x, case.dtype), held) for x in (batch.pool_k, batch.pool_v))
     result = jax.jit(step, donate_argnums=(3, 4))(
-        *arrays, jnp.int32(LAYER * num_pages), batch.meta, batch.sinks
+        *arrays, *pools, jnp.int32(LAYER * num_pages), batch.meta, batch.sinks
     )
-    out, pool_k, pool_v = (np.asarray(x.astype(jnp.float32)) for x in result)
+    out, pool_k, pool_v = (np.asarray(loaded(x, jnp.float32)) for x in result)
     return out, pool_k, pool_v
 
 
@@ -212,11 +222,11 @@ def test_every_implementation_equals_brute_force(implementation: str, name: str)
         out[: case.num_tokens], expected[: case.num_tokens], atol=tolerance, rtol=tolerance
     )
     assert np.all(out[case.num_tokens :] == 0.0), "padding tokens must be 0, not NaN"
-    _assert_written(case, batch, batch.k, batch.pool_k, pool_k)
-    _assert_written(case, batch, batch.v, batch.pool_v, pool_v)
+    assert_written(case, batch, batch.k, batch.pool_k, pool_k)
+    assert_written(case, batch, batch.v, batch.pool_v, pool_v)
 
 
-def _assert_written(
+def assert_written(
     case: Case, batch: Batch, values: np.ndarray, before: np.ndarray, after: np.ndarray
 ) -> None:
     """Each real token's values are at its slot, and nothing else changed but the layer's trash
@@ -224,8 +234,7 @@ def _assert_written(
     """
     num_pages = before.shape[0] // NUM_LAYERS
     shape = (-1, *values.shape[1:])
-    rounded = [np.asarray(jnp.asarray(x, case.dtype).astype(jnp.float32)) for x in (before, values)]
-    expected, values = rounded[0].reshape(shape).copy(), rounded[1]
+    expected, values = case.as_stored(before).reshape(shape).copy(), case.as_stored(values)
     base = LAYER * num_pages * case.page_size
     slots = base + np.asarray(batch.meta.write_slots)[: case.num_tokens]
     assert len(set(slots.tolist())) == case.num_tokens

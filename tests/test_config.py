@@ -28,6 +28,7 @@ CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 NO_RADIX = {"disable_radix_cache": True}
 CPU = DeviceFacts("cpu", "cpu", 8, 16 * GIB)
 H200 = DeviceFacts("gpu", "NVIDIA H200", 1, 139 * GIB)
+A100 = DeviceFacts("gpu", "NVIDIA A100", 1, 40 * GIB, "8.0")
 V5E = DeviceFacts("tpu", "TPU v5 lite", 4, 16 * GIB)
 MODEL = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -171,6 +172,7 @@ def test_an_int_will_do_for_a_float() -> None:
 
 
 RANKED = {"enable_priority_scheduling": True}
+FP8 = {"kv_cache_dtype": "fp8_e4m3"}
 RESOLVE = [
     # device, flags, what comes out
     (CPU, {}, {"dtype": "float32", "kv_dtype": "float32", "num_slots": 32, "page_size": 16}),
@@ -181,6 +183,12 @@ RESOLVE = [
     (CPU, {"context_length": 64, "max_running_requests": 2}, {"max_total_tokens": 2 * (64 + 16)}),
     (CPU, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "kv_dtype": "bfloat16"}),
     (CPU, {"kv_cache_dtype": "bfloat16"}, {"dtype": "float32", "kv_dtype": "bfloat16"}),
+    (CPU, {"kv_cache_dtype": "fp8_e4m3"}, {"dtype": "float32", "kv_dtype": "float8_e4m3fn"}),
+    (CPU, {"kv_cache_dtype": "fp8_e5m2"}, {"max_total_tokens": 2 * GIB // 11520 // 16 * 16}),
+    (CPU, {"kv_cache_dtype": "bfloat16"}, {"max_total_tokens": GIB // 11520 // 16 * 16}),
+    (H200, FP8, {"dtype": "bfloat16", "kv_dtype": "float8_e4m3fn"}),
+    (H200, {**FP8, "attention_backend": "jax_triton"}, {"kv_dtype": "float8_e4m3fn"}),
+    (A100, {"kv_cache_dtype": "fp8_e5m2"}, {"kv_dtype": "float8_e5m2"}),
     (CPU, {"disable_overlap_schedule": True}, {"overlap_depth": 0}),
     (CPU, {"disable_mixed_chunk": True, **NO_RADIX}, {"radix": False, "mixed": False}),
     (CPU, {**RANKED, "schedule_policy": "lof", "retraction_policy": "priority"}, {"policy": "lof"}),
@@ -240,6 +248,9 @@ def test_auto_dtype_is_the_checkpoints_on_an_accelerator_and_float32_on_cpu(dtyp
         (CPU, {"schedule_policy": "dfs-weight", **NO_RADIX}, ("--disable-radix-cache",)),
         (CPU, {"mixed_chunk_size": 8, "disable_mixed_chunk": True}, ("--mixed-ch", "--disable-mi")),
         (CPU, {"dtype": "bfloat16", "kv_cache_dtype": "float32"}, ("--kv-cache-dtype", "--dtype")),
+        (H200, {**FP8, "attention_backend": "mosaic_gpu"}, ("--kv-cache-d", "--attention-b")),
+        (A100, FP8, ("--kv-cache-dtype fp8_e4m3", "8.0", "fp8_e5m2")),
+        (V5E, FP8, ("--kv-cache-dtype", "--tp-size 1", "3 of --model-path")),
         (CPU, {"attention_backend": "mosaic_tpu"}, ("--attention-backend", "--device")),
         (H200, {"attention_backend": "mosaic_tpu"}, ("--attention-backend", "--device")),
         (V5E, {"attention_backend": "pallas_triton"}, ("--attention-backend", "--device")),

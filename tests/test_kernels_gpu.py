@@ -29,15 +29,24 @@ def normed(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "kv_heads", "group", "head_dim", "page_size", "dtype", "norms"),
+    ("tokens", "kv_heads", "group", "head_dim", "page_size", "dtype", "norms", "kv_dtype"),
     [
-        (5, 2, 4, 64, 16, "float32", True),
-        (1, 2, 2, 32, 1, "float32", False),
-        (19, 1, 3, 128, 8, "bfloat16", True),
+        (5, 2, 4, 64, 16, "float32", True, "float32"),
+        (1, 2, 2, 32, 1, "float32", False, "float32"),
+        (19, 1, 3, 128, 8, "bfloat16", True, "bfloat16"),
+        (19, 1, 3, 64, 8, "bfloat16", False, "float8_e4m3fn"),
+        (5, 2, 2, 64, 16, "float32", False, "float8_e5m2"),
     ],
 )
 def test_the_fused_write_equals_norm_rotation_and_scatter(
-    tokens: int, kv_heads: int, group: int, head_dim: int, page_size: int, dtype: str, norms: bool
+    tokens: int,
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    page_size: int,
+    dtype: str,
+    norms: bool,
+    kv_dtype: str,
 ) -> None:
     rng = np.random.default_rng(0)
 
@@ -47,7 +56,9 @@ def test_the_fused_write_equals_norm_rotation_and_scatter(
     fused = normal(tokens, kv_heads, group + 2, head_dim)
     angles = Rotary(*(normal(tokens, head_dim // 2, dtype="float32") for _ in range(2)))
     scales = (normal(head_dim), normal(head_dim)) if norms else (None, None)
-    pools = tuple(normal(20, page_size, kv_heads, head_dim) for _ in range(2))
+    if "float8" in kv_dtype:  # beyond what it holds, and no number at all
+        fused = fused.at[0, :, -1].set(1e6).at[-1, :, -2, 0].set(jnp.nan)
+    pools = tuple(normal(20, page_size, kv_heads, head_dim, dtype=kv_dtype) for _ in range(2))
     slots = jnp.asarray(rng.permutation(10 * page_size)[:tokens], jnp.int32)
     layer = KVLayer(pools[0], pools[1], jnp.int32(10))
     q, written = jax.jit(
@@ -61,6 +72,10 @@ def test_the_fused_write_equals_norm_rotation_and_scatter(
         write_pages(pools[0], rotate(keys, angles), slots + 10 * page_size),
         write_pages(pools[1], values, slots + 10 * page_size),
     )
+    if "float8" in kv_dtype:
+        most = np.asarray(expected[2].astype(jnp.float32))
+        assert np.nanmax(most) == float(jnp.finfo(kv_dtype).max)
+        assert np.isnan(np.asarray(expected[1].astype(jnp.float32))).any()
     tolerance = 1e-5 if dtype == "float32" else 1e-2
     assert written.v is not None
     for ours, theirs in zip((q, written.k, written.v), expected, strict=True):

@@ -29,10 +29,19 @@ def mesh() -> Mesh:
     return Mesh(np.array(topology.devices).reshape(4), ("tensor",), axis_types=(AxisType.Auto,))
 
 
-@pytest.mark.parametrize("head_dim", (64, 128))
-@pytest.mark.parametrize("kind", ("decode", "mixed"))
+@pytest.mark.parametrize(
+    ("kind", "head_dim", "kv_dtype"),
+    [
+        ("decode", 64, "bfloat16"),
+        ("decode", 128, "bfloat16"),
+        ("mixed", 64, "bfloat16"),
+        ("mixed", 128, "bfloat16"),
+        ("mixed", 128, "float8_e4m3fn"),
+        ("decode", 64, "float8_e5m2"),
+    ],
+)
 def test_it_compiles_for_v5e_and_never_copies_the_pool(
-    mesh: Mesh, kind: str, head_dim: int
+    mesh: Mesh, kind: str, head_dim: int, kv_dtype: str
 ) -> None:
     tokens = ROWS if kind == "decode" else 128
     heads = PartitionSpec(None, "tensor", None)
@@ -64,12 +73,12 @@ def test_it_compiles_for_v5e_and_never_copies_the_pool(
         out_specs=(heads, pool), check_vma=False,
     )  # fmt: skip
     traced = jax.jit(sharded, donate_argnums=3).trace(
-        q, k, k, shape(POOL, "bfloat16", pool), ints(), meta
+        q, k, k, shape(POOL, kv_dtype, pool), ints(), meta
     )
     compiled = traced.lower(lowering_platforms=("tpu",)).compile()
     assert "tpu_custom_call" in compiled.as_text(), "the ragged paged attention kernel is missing"
     memory = compiled.memory_analysis()
-    pool_bytes = 2 * int(np.prod(POOL)) // 4  # of one chip
+    pool_bytes = jnp.dtype(kv_dtype).itemsize * int(np.prod(POOL)) // 4  # of one chip
     assert memory.alias_size_in_bytes >= pool_bytes, f"{memory.alias_size_in_bytes=} {pool_bytes=}"
     temporaries = memory.peak_memory_in_bytes - memory.argument_size_in_bytes
     assert temporaries < pool_bytes / 8, f"{temporaries=} {pool_bytes=}"

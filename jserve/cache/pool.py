@@ -2,7 +2,8 @@
 
 Owns the layout and nothing else: which pages are free, shared or cached is `pages.py`'s and
 `radix.py`'s business. Split layout (GPU, CPU): k and v are [L · pages, page, K, D]. Fused layout
-(TPU): k is [L · pages, page, 2 · K, D] with K at even and V at odd heads, v is None.
+(TPU): k is [L · pages, page, 2 · K, D] with K at even and V at odd heads, v is None. float8 is held
+as pallas_kernels/float8.py says.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jserve.types import KVShape
+from pallas_kernels.float8 import BITS
 from sharding.rules import Rules
 
 _AXES = (None, None, "kv_heads", None)
@@ -44,7 +46,7 @@ def pool_spec(
     heads = shape.num_kv_heads * (2 if fused else 1)
     array = jax.ShapeDtypeStruct(
         (shape.num_layers * num_pages, page_size, heads, shape.head_dim),
-        jnp.dtype(dtype),
+        pool_dtype(dtype, rules.platform),
         sharding=rules.sharding(_AXES),
     )
     groups = tuple(
@@ -52,6 +54,12 @@ def pool_spec(
         for group, pages in zip(shape.groups, group_pages, strict=True)
     )
     return KVPool(array, None if fused else array, groups)  # type: ignore[arg-type]
+
+
+def pool_dtype(dtype: str, platform: str) -> jnp.dtype:
+    """Of the arrays of a pool of `dtype` on a platform."""
+    wanted = jnp.dtype(dtype)
+    return BITS.get(wanted, wanted) if platform == "cpu" else wanted
 
 
 def allocate_pool(

@@ -92,7 +92,11 @@ class CacheOptions:
     )
     max_total_tokens: int | None = _option(None, "tokens in the KV pool [by memory]", low=1)
     page_size: int = _option(16, "tokens in a page", low=1, high=1024)
-    kv_cache_dtype: str = _option("auto", "as dtype", choices="auto float32 bfloat16")
+    kv_cache_dtype: str = _option(
+        "auto",
+        "stored keys and values [as dtype]",
+        choices="auto float32 bfloat16 fp8_e4m3 fp8_e5m2",
+    )
     disable_radix_cache: bool = _option(False, "reuse no prefixes")
     radix_eviction_policy: str = _option(
         "lru", "which prefixes go first", choices="lru lfu slru priority fifo"

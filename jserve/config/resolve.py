@@ -15,7 +15,9 @@ from jserve.errors import ConfigError
 from jserve.types import ModelConfig
 
 _GIB = 1 << 30
-_ITEMSIZE = {"float32": 4, "bfloat16": 2}
+_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+_FLOAT8 = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+_WITHOUT_E4M3 = ("7.0", "7.2", "7.5", "8.0", "8.6", "8.7")  # compute capabilities
 #: Attention implementations that are for one platform; the others run everywhere.
 _BACKEND_PLATFORM = {
     **dict.fromkeys(("mosaic_gpu", "pallas_triton", "jax_triton"), "gpu"),
@@ -25,12 +27,14 @@ _BACKEND_PLATFORM = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """`platform` is cpu, gpu or tpu; `memory_bytes` is one device's, or the free RAM on CPU."""
+    """`platform` is cpu, gpu or tpu; `memory_bytes` is one device's, or the free RAM on CPU;
+    `capability` a GPU's compute capability."""
 
     platform: str
     kind: str
     count: int
     memory_bytes: int | None
+    capability: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,10 +84,13 @@ def resolve(config: Config, model: ModelConfig, device: DeviceFacts) -> Resolved
     dtype = config.model.dtype
     if dtype == "auto":
         dtype = "float32" if on_cpu or model.dtype == "float32" else "bfloat16"
-    kv_dtype = dtype if cache.kv_cache_dtype == "auto" else cache.kv_cache_dtype
+    kv_dtype = cache.kv_cache_dtype if cache.kv_cache_dtype != "auto" else dtype
+    kv_dtype = _FLOAT8.get(kv_dtype, kv_dtype)
     context_length = config.model.context_length or model.max_position
     check_together(config)
     for problem in _conflicts(config, model, device, dtype, context_length):
+        raise ConfigError(problem)
+    for problem in _float8_conflicts(config, model, device):
         raise ConfigError(problem)
     num_slots = scheduler.max_running_requests or (32 if on_cpu else 256)
     chunk, max_prefill_tokens = _prefill_sizes(config, device, context_length)
@@ -154,6 +161,29 @@ def _conflicts(
         ),
         f"--tp-size {tp_size} is over the {device.count} found of --device {platform}": (
             tp_size > device.count
+        ),
+    }
+    return [message for message, broken in problems.items() if broken]
+
+
+def _float8_conflicts(config: Config, model: ModelConfig, device: DeviceFacts) -> list[str]:
+    """What float8 keys and values cannot be combined with, in words."""
+    kind, tp_size = config.cache.kv_cache_dtype, config.execution.tp_size
+    if kind not in _FLOAT8:
+        return []
+    heads = max(model.num_kv_heads, tp_size) // tp_size
+    problems = {
+        f"--kv-cache-dtype {kind} is not for --attention-backend mosaic_gpu, which reads bfloat16; "
+        "leave the backend out: pallas_triton serves it": (
+            config.execution.attention_backend == "mosaic_gpu"
+        ),
+        f"--kv-cache-dtype {kind} needs a GPU of compute capability 8.9 or more, not the "
+        f"{device.capability} of {device.kind}; fp8_e5m2 does not": (
+            kind == "fp8_e4m3" and device.capability in _WITHOUT_E4M3
+        ),
+        f"--kv-cache-dtype {kind} on TPUs takes KV heads in pairs, but --tp-size {tp_size} leaves "
+        f"{heads} of --model-path {config.model.model_path} on each": (
+            device.platform == "tpu" and heads % 2 == 1
         ),
     }
     return [message for message, broken in problems.items() if broken]

@@ -15,10 +15,10 @@ import functools
 
 import jax
 
-from pallas_kernels.attention.batch import AttentionMeta, KVLayer
+from pallas_kernels.attention.batch import AttentionMeta, KVLayer, interleave_heads
 from pallas_kernels.attention.implementations import IMPLEMENTATIONS, ORDERS, uses_fused_layout
 from pallas_kernels.dispatch import dispatch
-from pallas_kernels.kv_write import interleave_heads, write_pages
+from pallas_kernels.kv_write import write_pages
 
 __all__ = ["IMPLEMENTATIONS", "ORDERS", "AttentionMeta", "KVLayer", "attend", "uses_fused_layout"]
 
@@ -54,7 +54,7 @@ def attend(
     (tokens, heads, head_dim), rows = q.shape, meta.kv_lens.shape[0]
     assert heads % (kv_layer.k.shape[2] // (2 if kv_layer.v is None else 1)) == 0, f"{heads=}"
     assert kv_layer.k.shape[3] >= head_dim, f"{kv_layer.k.shape=} {head_dim=}"
-    assert kv_layer.v is None or kv_layer.v.shape == kv_layer.k.shape, f"{kv_layer=}"
+    assert len({(x.shape, x.dtype) for x in (kv_layer.k, kv_layer.v) if x is not None}) == 1
     assert meta.cu_q_lens.shape == (rows + 1,), f"{meta.cu_q_lens.shape=} {rows=}"
     assert meta.page_table.shape[0] == rows, f"{meta.page_table.shape=} {rows=}"
     per_token = [x.shape for x in (meta.positions, meta.token_rows, meta.write_slots)]

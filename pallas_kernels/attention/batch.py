@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 
 
 @jax.tree_util.register_dataclass
@@ -40,3 +41,9 @@ class KVLayer:
     k: jax.Array
     v: jax.Array | None
     first_page: jax.Array  # int32 scalar = layer · pages
+
+
+def interleave_heads(k: jax.Array, v: jax.Array) -> jax.Array:
+    """[T, K, D] → [T, 2 · K, D] of the fused layout: keys at even heads, values at odd ones."""
+    tokens, heads, head_dim = k.shape
+    return jnp.stack([k, v], axis=2).reshape(tokens, 2 * heads, head_dim)

@@ -35,6 +35,11 @@ def attention(
         raise NotImplementedError(
             f"mosaic_tpu needs a pool of head_dim {HEAD_DIM}: {kv_layer.k.shape=}"
         )
+    narrow = kv_layer.k.dtype.itemsize == 1
+    if narrow and kv_layer.k.shape[2] % 4:
+        raise NotImplementedError(
+            f"mosaic_tpu loads float8 of two KV heads at a time: {kv_layer.k.shape=}"
+        )
     head_dim = q.shape[2]
     page_size, kv_lens, table = kv_layer.k.shape[1], meta.kv_lens, meta.page_table
     if window is not None:
@@ -51,6 +56,9 @@ def attention(
         sm_scale=scale,
         sliding_window=window,
         soft_cap=soft_cap,
+        # A scale also converts keys and values to q's dtype.
+        k_scale=1.0 if narrow else None,
+        v_scale=1.0 if narrow else None,
         # Without explicit sizes the kernel asks the process's first device, which is not the
         # target's ahead of time.
         num_kv_pages_per_block=min(width, max(1, sizes["kv_tokens"] // page_size)),

@@ -28,6 +28,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.attention.batch import AttentionMeta, KVLayer
 from pallas_kernels.attention.tuning import block_sizes
+from pallas_kernels.float8 import loaded
 
 MASKED = -1e30  # finite, so that a block without visible keys yields no NaN
 LOG2E = math.log2(math.e)
@@ -449,6 +450,8 @@ def _columns(at: tuple[jax.Array, ...], spec: Spec) -> tuple[Any, ...]:
 
 def _load_rows(ref: Any, at: tuple[jax.Array, ...], spec: Spec) -> jax.Array:
     rows = ref[_columns(at, spec)]
+    if rows.dtype.itemsize == 1:
+        rows = loaded(rows, jnp.bfloat16)
     if rows.shape[1] == spec.head_dim:
         return rows
     real = (jnp.arange(rows.shape[1]) < spec.head_dim)[None, :]

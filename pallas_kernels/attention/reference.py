@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention.batch import AttentionMeta, KVLayer
+from pallas_kernels.float8 import loaded
 
 
 def attention(
@@ -34,7 +35,7 @@ def attention(
         query, row, position = token
         pages = meta.page_table[jnp.minimum(row, rows - 1)] + kv_layer.first_page
         keys, values = (
-            x.astype(jnp.float32) for x in _gather(kv_layer, pages, head_dim)
+            loaded(x, jnp.float32) for x in _gather(kv_layer, pages, head_dim)
         )  # [S, K, D]
         visible = key_positions <= position
         if window is not None:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.attention.batch import AttentionMeta, KVLayer
+from pallas_kernels.float8 import loaded
 
 #: Score of a masked key: finite, so that a block without visible keys yields weights that the next
 #: block scales to 0.
@@ -226,7 +227,8 @@ def _gather(
     def take(pool: jax.Array) -> jax.Array:
         flat = pool.reshape(pool.shape[0], -1)  # whole pages copy twice as fast as their slices
         rows = flat.at[taken].get(mode="clip")
-        return rows.reshape(len(pages), -1, *pool.shape[2:]).astype(jnp.float32)
+        wide = loaded(rows, jnp.float32) if rows.dtype.itemsize == 1 else rows.astype(jnp.float32)
+        return wide.reshape(len(pages), -1, *pool.shape[2:])
 
     assert kv_layer.v is not None
     return take(kv_layer.k), take(kv_layer.v)
