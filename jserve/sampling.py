@@ -13,6 +13,7 @@ normaliser, 1 at the best token.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -23,20 +24,25 @@ from jserve.batch import SlotParams
 from pallas_kernels import filter_search
 
 LANES = 128
+Search = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # as filter_search.limits
 _GREEDY_BELOW = 1e-6  # temperatures under this are greedy, and their log-probabilities are unscaled
 
 
 def argmax(logits: jax.Array) -> jax.Array:
     """Best token, the lowest id among equals; −1 where a logit is NaN. [N, V] → int32[N].
 
-    Two plain reductions: on CPU they vectorise and the variadic one of jnp.argmax does not (4.0 →
-    0.7 ms at 16 × 49k).
+    Two plain reductions: on CPU jnp.argmax's one of both does not vectorise (4.0 ms → 0.7).
     """
     vocab = logits.shape[1]
     best = jnp.max(logits, axis=1, keepdims=True)  # NaN wins, and then equals nothing
     ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     found = jnp.min(jnp.where(logits == best, ids, vocab), axis=1)
     return jnp.where(found < vocab, found, -1)
+
+
+def greedy(logits: jax.Array, mask: jax.Array) -> jax.Array:
+    """The best of the tokens that the mask allows. [N, V], int32 [N, ceil(V / 32)] → int32[N]."""
+    return argmax(allowed(logits, mask))
 
 
 def sample(
@@ -58,15 +64,21 @@ def sample(
         platform: cpu, gpu or tpu; how top-k and top-p are searched for depends on it.
     """
     logits = constrain(logits, params, counts, index, mask)
-    distance = distances(logits, params)
+    best = jnp.max(logits, axis=1)
+    distance = distances(logits, params, best)
     with jax.named_scope("filter"):
-        weights = filtered(distance, params, platform)
+        search = filter_search.limits if platform == "gpu" else functools.partial(limits, platform)
+        weights = filtered(distance, params, search)
     with jax.named_scope("draw"):
         drawn = draw(weights, uniform(params.seed, index))
+    return choose(params, best, argmax(logits), drawn), distance
+
+
+def choose(params: SlotParams, best: jax.Array, best_id: jax.Array, drawn: jax.Array) -> jax.Array:
+    """The best token of greedy rows, else the drawn one; −1 where the best logit is not finite."""
     temperature, top_k = params.floats[:, batch.TEMPERATURE], params.ints[:, batch.TOP_K]
     greedy = (temperature < _GREEDY_BELOW) | (top_k == 1)
-    tokens = jnp.where(greedy, argmax(logits), drawn)
-    return jnp.where(jnp.isfinite(jnp.max(logits, axis=1)), tokens, -1), distance
+    return jnp.where(jnp.isfinite(best), jnp.where(greedy, best_id, drawn), -1)
 
 
 def constrain(
@@ -74,11 +86,9 @@ def constrain(
 ) -> jax.Array:
     """Logits after penalties over generated tokens, logit_bias, min_new_tokens, grammar mask."""
     seen = counts > 0
-    times = counts.astype(jnp.float32)
-    frequency = params.floats[:, batch.FREQUENCY, None]
-    presence = params.floats[:, batch.PRESENCE, None]
-    repetition = params.floats[:, batch.REPETITION, None]
-    logits = logits - frequency * times - jnp.where(seen, presence, 0.0)
+    penalties = params.floats[:, batch.FREQUENCY : batch.REPETITION + 1, None]
+    frequency, presence, repetition = jnp.unstack(penalties, axis=1)
+    logits = logits - frequency * counts - jnp.where(seen, presence, 0.0)
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
     logits = jnp.where(seen, repeated, logits)
     rows = jnp.arange(logits.shape[0])[:, None]
@@ -96,14 +106,14 @@ def allowed(logits: jax.Array, mask: jax.Array) -> jax.Array:
     return jnp.where(bits != 0, logits, -jnp.inf)
 
 
-def distances(logits: jax.Array, params: SlotParams) -> jax.Array:
-    """(max − logit) / temperature; temperature counts as 1 for greedy rows."""
+def distances(logits: jax.Array, params: SlotParams, best: jax.Array) -> jax.Array:
+    """(best − logit) / temperature; temperature counts as 1 for greedy rows."""
     temperature = params.floats[:, batch.TEMPERATURE, None]
     temperature = jnp.where(temperature < _GREEDY_BELOW, 1.0, temperature)
-    return (jnp.max(logits, axis=1, keepdims=True) - logits) / temperature
+    return (best[:, None] - logits) / temperature
 
 
-def filtered(distance: jax.Array, params: SlotParams, platform: str) -> jax.Array:
+def filtered(distance: jax.Array, params: SlotParams, search: Search) -> jax.Array:
     """p = exp(−distance), 0 where top_k, top_p or min_p drops the token. [N, V] → [N, B, 128].
 
     In descending order of p a token of rank i is dropped where i ≥ top_k, where the sum before it
@@ -113,7 +123,6 @@ def filtered(distance: jax.Array, params: SlotParams, platform: str) -> jax.Arra
     so their bits order like integers and t is built bit by bit from the top.
     """
     top_k, top_p = params.ints[:, batch.TOP_K], params.floats[:, batch.TOP_P]
-    search = filter_search.limits if platform == "gpu" else functools.partial(_limits, platform)
     limit = search(distance, top_k, top_p)[:, None, None]
     distance = blocks(distance, jnp.inf)
     p = jnp.exp(-distance)
@@ -121,7 +130,7 @@ def filtered(distance: jax.Array, params: SlotParams, platform: str) -> jax.Arra
     return jnp.where(kept & (p >= params.floats[:, batch.MIN_P, None, None]), p, 0.0)
 
 
-def _limits(platform: str, distance: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+def limits(platform: str, distance: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
     """As filter_search.limits. Only CPU skips an idle search: elsewhere a loop whose length depends
     on data stalls the dispatching thread."""
     distance = blocks(distance, jnp.inf)
@@ -141,8 +150,7 @@ def _limits(platform: str, distance: jax.Array, top_k: jax.Array, top_p: jax.Arr
         fits = (jnp.sum(count, axis=1) < top_k) & (jnp.sum(mass, axis=1) <= budget)
         return jnp.where(fits, candidate, limit)
 
-    vocab_limit = distance.shape[1] * LANES
-    idle = (top_k >= vocab_limit) & (top_p >= 1.0)
+    idle = (top_k >= distance.shape[1] * LANES) & (top_p >= 1.0)
     steps = jnp.where(jnp.all(idle), 0, 31) if platform == "cpu" else 31
     limit = lax.fori_loop(0, steps, add_bit, jnp.zeros(distance.shape[0], jnp.int32))
     return jnp.where(idle, jnp.int32(filter_search.NO_LIMIT), limit)
@@ -150,26 +158,23 @@ def _limits(platform: str, distance: jax.Array, top_k: jax.Array, top_p: jax.Arr
 
 def uniform(seed: jax.Array, output_index: jax.Array) -> jax.Array:
     """One number in [0, 1) a row, a function of (seed, output index) alone. → float32[N]."""
-
-    def one(key_data: jax.Array, index: jax.Array) -> jax.Array:
-        key = jax.random.wrap_key_data(key_data, impl="threefry2x32")
-        return jax.random.uniform(jax.random.fold_in(key, index))
-
-    return jax.vmap(one)(seed, output_index)
+    keys = jax.random.wrap_key_data(seed, impl="threefry2x32")
+    return jax.vmap(lambda k, i: jax.random.uniform(jax.random.fold_in(k, i)))(keys, output_index)
 
 
 def draw(weights: jax.Array, u: jax.Array) -> jax.Array:
-    """Inverse CDF: the group of 128 blocks, the block, the token. [N, B, 128], [N] → int32[N].
+    """Inverse CDF: block, then token, never one of weight 0. [N, B, 128], [N] → int32[N]."""
+    block, target = draw_block(jnp.sum(weights, axis=2), u)
+    return block * LANES + descend(take(weights, block), target)[0]
 
-    Never a token of weight 0, whatever the rounding.
-    """
-    groups = blocks(jnp.sum(weights, axis=2), 0.0)  # [N, G, 128]
+
+def draw_block(sums: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Block that `u` falls in, by group of 128 blocks, and target left there. [N, B], [N]."""
+    groups = blocks(sums, 0.0)  # [N, G, 128]
     totals = jnp.sum(groups, axis=2)
-    group, target = _descend(totals, u * jnp.sum(totals, axis=1))
-    block, target = _descend(_take(groups, group), target)
-    block = group * LANES + block
-    token, _ = _descend(_take(weights, block), target)
-    return block * LANES + token
+    group, target = descend(totals, u * jnp.sum(totals, axis=1))
+    block, target = descend(take(groups, group), target)
+    return group * LANES + block, target
 
 
 def blocks(rows: jax.Array, fill: float) -> jax.Array:
@@ -179,7 +184,7 @@ def blocks(rows: jax.Array, fill: float) -> jax.Array:
     return rows.reshape(rows.shape[0], -1, LANES)
 
 
-def _descend(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
+def descend(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
     """First index whose inclusive sum exceeds the target, and the target left there. [N, M], [N].
 
     Of positive weight always; the last such index when rounding left none. M is small, so the
@@ -198,6 +203,6 @@ def _descend(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Arra
     return index, target - before
 
 
-def _take(rows: jax.Array, index: jax.Array) -> jax.Array:
+def take(rows: jax.Array, index: jax.Array) -> jax.Array:
     """rows[n, index[n]] for each n. [N, M, 128], [N] → [N, 128]."""
     return jnp.take_along_axis(rows, index[:, None, None], axis=1, mode="clip")[:, 0, :]

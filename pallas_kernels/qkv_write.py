@@ -28,6 +28,7 @@ def attend_projection(
     scales: tuple[jax.Array | None, jax.Array | None],
     kv_layer: KVLayer,
     meta: AttentionMeta,
+    sinks: jax.Array | None = None,
     *,
     eps: float,
     offset: float,
@@ -38,7 +39,7 @@ def attend_projection(
         q, kv_layer = write_qkv(
             fused, *angles, *scales, kv_layer, meta.write_slots, eps=eps, offset=offset
         )
-    return attend(q, None, None, kv_layer, meta, **how)
+    return attend(q, None, None, kv_layer, meta, sinks, **how)
 
 
 def write_qkv(

@@ -51,6 +51,14 @@ LONGER: dict[str, dict[str, Any]] = {
     "long rows, window": {"window": 100},
     "long rows, small window and cap": {"window": 9, "soft_cap": 3.0},
     "long rows, one query head": {"group": 1, "kv_heads": 3},
+    "long rows, sinks": {"sinks": 2.0},
+    "long rows, head_dim 64, group 8, window and sinks": {
+        "head_dim": 64,
+        "group": 8,
+        "window": 128,
+        "sinks": 3.0,
+    },
+    "long rows, sinks that outweigh every key": {"sinks": 300.0},
     "long rows, pages of 8": {"page_size": 8},
     "long rows, pages of 64, all rows real": {"page_size": 64, "spare_rows": 0, "spare_tokens": 0},
 }
@@ -65,6 +73,12 @@ MANIER: dict[str, dict[str, Any]] = {
     "many rows, window": {"window": 100},
     "many rows, small window and cap": {"window": 9, "soft_cap": 3.0},
     "many rows, one query head": {"group": 1, "kv_heads": 3},
+    "many rows, head_dim 64, group 8, window and sinks": {
+        "head_dim": 64,
+        "group": 8,
+        "window": 128,
+        "sinks": 3.0,
+    },
     "many rows, pages of 8": {"page_size": 8},
     "many rows, pages of 64, all real": {"page_size": 64, "spare_rows": 0, "spare_tokens": 0},
 }

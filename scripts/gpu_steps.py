@@ -2,13 +2,15 @@
 """Time single steps on one GPU without an engine around them, and tell where their time goes.
 
     scripts/gpu_steps.py [--steps decode:256,prefill:8192] [--context 1120] [--in-order]
-                         [--profile] [--top 16]
+                         [--model configs/qwen3-8b.json] [--profile] [--top 16]
 
 A step is the forward program and the head after it, as the engine compiles them, many dispatched
 back to back: `decode:N` N rows of --context tokens, `prefill:N` N tokens of prompts of 1,024. A
 row's pages are random, or with --in-order follow each other. Beside scripts/gpu_perf.py's figures
-it tells how long the device waits for the host. Qwen3-8B's shape, bfloat16, random weights. Prints
-one JSON line last.
+it tells how long the device waits for the host. Qwen3-8B's shape unless said, bfloat16, random
+weights. `floor_ms` is what an H200 needs at least: to read the weights (of experts those that the
+step's tokens get, if each gets any of them) and the cached tokens at 4.3 TB/s, or to multiply at
+800 TFLOP/s. Prints one JSON line last.
 
 --profile adds the kernels of a step. XLA's command buffers are off then, because the profiler does
 not see into them, so those steps take longer: read shares.
@@ -58,13 +60,14 @@ CALLS, ROUNDS = 12, 3
 class Steps:
     """Programs of the model and what they work on. `in_order`: a row's pages follow each other."""
 
-    def __init__(self, in_order: bool) -> None:
+    def __init__(self, path: str, in_order: bool) -> None:
         self._in_order = in_order
         config = Config.from_flags(
-            model_path=str(MODEL), load_format="dummy", dtype="bfloat16", log_level="error"
+            model_path=path, load_format="dummy", dtype="bfloat16", log_level="error"
         )
         checkpoint = open_checkpoint(config.model, find_architecture)
         model_config = parse_config(checkpoint.hf_config, checkpoint.generation_config)
+        self.config = model_config
         device = jax.devices()[0]
         memory = (device.memory_stats() or {}).get("bytes_limit")
         resolved = resolve(config, model_config, DeviceFacts("gpu", device.device_kind, 1, memory))
@@ -74,6 +77,7 @@ class Steps:
             attention_backend=resolved.attention_backend, page_size=resolved.page_size,
             hybrid=resolved.hybrid_swa,
         )  # fmt: skip
+        self.specs = model.specs
         self.page_size, self.layers = resolved.page_size, model_config.num_layers
         self.num_pages = POOL_TOKENS // resolved.page_size
         sizing = Sizing(model, self.rules, resolved)
@@ -160,6 +164,30 @@ class Steps:
         return (time.perf_counter() - begin) / calls
 
 
+def floor_seconds(steps: Steps, name: str, size: int, context: int) -> float:
+    """The larger of the times that bytes and products take."""
+    config, moe = steps.config, steps.config.moe
+    rows = size if name == "decode" else max(1, size // PROMPT)
+    seen = context if name == "decode" else PROMPT / 2  # cached tokens that a token attends to
+    share = 0.0 if moe is None else moe.top_k / moe.num_experts
+    read = products = 0.0
+    for spec in steps.specs:
+        numbers = float(np.prod(spec.shape))
+        if spec.path == "embed.weight" and not config.tie_embeddings:
+            continue
+        if spec.axes[0] == "expert":
+            read += numbers * (1 - (1 - share) ** size)
+            products += numbers * share * size
+        else:
+            read += numbers
+            products += numbers * (rows if spec.path in ("embed.weight", "head.weight") else size)
+    pairs = size * seen * config.num_layers * config.head_dim
+    products += 2 * pairs * config.num_heads
+    if name == "decode":
+        read += 2 * pairs * config.num_kv_heads
+    return max(2 * read / 4.3e12, 2 * products / 800e12)
+
+
 def profile(steps: Steps, step: tuple[str, int], programs: Any, context: int, top: int) -> Any:
     """Microseconds of a step by kernel, the longest first."""
     calls = 3
@@ -190,6 +218,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--steps", default="decode:64,decode:256,prefill:8192")
+    parser.add_argument("--model", default=str(MODEL))
     parser.add_argument("--context", type=int, default=1120)
     parser.add_argument("--in-order", action="store_true")
     parser.add_argument("--profile", action="store_true")
@@ -197,12 +226,13 @@ def main() -> int:
     options = parser.parse_args()
     pairs = [text.split(":") for text in options.steps.split(",")]
     wanted = [(name, int(size)) for name, size in pairs]
-    steps, rows = Steps(options.in_order), dict[str, Any]()
+    steps, rows = Steps(options.model, options.in_order), dict[str, Any]()
     for step, programs in steps.compile(wanted).items():
         name = f"{step[0]}_{step[1]}"
         steps.run(step, programs, options.context, 3)
         times = [steps.run(step, programs, options.context, CALLS) for _ in range(ROUNDS)]
-        rows[name] = {"ms": [round(seconds * 1e3, 3) for seconds in times]}
+        floor = round(floor_seconds(steps, *step, options.context) * 1e3, 3)
+        rows[name] = {"ms": [round(seconds * 1e3, 3) for seconds in times], "floor_ms": floor}
         print(name, rows[name], flush=True)
         if options.profile:
             kernels = profile(steps, step, programs, options.context, options.top)

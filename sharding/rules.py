@@ -11,12 +11,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 #: Axes a weight or an activation may name. `None` in a tuple of axes: replicated.
 LOGICAL_AXES = (
     *("vocab", "embed", "heads", "kv_heads", "head_dim", "mlp", "expert"),
-    *("layers", "tokens", "rows", "pages"),
+    *("expert_mlp", "layers", "tokens", "rows", "pages"),
 )
 
+Mapped = str | tuple[str, ...] | None  # onto one mesh axis, several, the first outermost, or none
 #: Tensor parallelism; axes that are not named are replicated.
-TP: Mapping[str, str | None] = {
-    **dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), "tensor"),
+TP: Mapping[str, Mapped] = {
+    **dict.fromkeys(("vocab", "heads", "kv_heads", "mlp", "expert_mlp"), "tensor"),
     "expert": "expert",
 }
 
@@ -26,7 +27,7 @@ class Rules:
     """One mesh and one mapping of logical axes onto it; passed on, never global."""
 
     mesh: Mesh
-    mapping: Mapping[str, str | None]
+    mapping: Mapping[str, Mapped]
 
     def spec(self, axes: Sequence[str | None]) -> PartitionSpec:
         """Of an array whose dimensions are named `axes`; raises KeyError on an unknown axis."""
@@ -43,8 +44,7 @@ class Rules:
 
     def size(self, axis: str) -> int:
         """How many ways the logical axis is split."""
-        mesh_axis = self.mapping.get(axis)
-        return 1 if mesh_axis is None else self.mesh.shape[mesh_axis]
+        return self.mesh.size // self.sharding((axis,)).shard_shape((self.mesh.size,))[0]
 
     @property
     def platform(self) -> str:

@@ -21,15 +21,19 @@ class FakeModel:
     over the context.
 
     K holds token ids and V positions, as the step wrote them: a wrong slot, page or length changes
-    the token.
+    the token. Over several devices the table has columns of no token.
     """
 
     head_params = ("head",)
+    vocab_size = VOCAB
     cache = KVShape(num_layers=1, num_kv_heads=2, head_dim=4)
-    specs = (
-        WeightSpec("scale", (1,), "float32", (None,), ()),
-        WeightSpec("head", (VOCAB, VOCAB), "float32", (None, "vocab"), ()),
-    )
+
+    def __init__(self, shards=1):
+        columns = VOCAB if shards == 1 else shards * 128
+        self.specs = (
+            WeightSpec("scale", (1,), "float32", (None,), ()),
+            WeightSpec("head", (VOCAB, columns), "float32", (None, "vocab"), ()),
+        )
 
     def forward(self, params, kv, context, token_ids):
         meta = context.meta
@@ -65,7 +69,10 @@ def head_table(seed=0):
 
 def fake_params(rules, head=None):
     arrays = {"scale": np.ones(1, np.float32), "head": head_table() if head is None else head}
-    return {s.path: jax.device_put(arrays[s.path], rules.sharding(s.axes)) for s in FakeModel.specs}
+    specs = FakeModel(rules.size("vocab")).specs
+    (_, wide) = (spec.shape[-1] for spec in specs)
+    arrays["head"] = np.pad(arrays["head"], ((0, 0), (0, wide - VOCAB)), constant_values=99)
+    return {s.path: jax.device_put(arrays[s.path], rules.sharding(s.axes)) for s in specs}
 
 
 def context_logits(ids, head):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 from pathlib import Path
 
+import jax
 import pytest
 
 from jserve.config import (
@@ -20,8 +22,10 @@ from jserve.config import (
 )
 from jserve.config.options import all_options
 from jserve.errors import ConfigError
-from jserve.models.registry import parse_config
+from jserve.models.registry import build_model, parse_config
 from jserve.types import ModelConfig, RopeConfig
+from sharding.mesh import make_mesh
+from sharding.rules import TP, Rules
 
 GIB = 1 << 30
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -287,19 +291,22 @@ SHAPES = {
     "smollm2-135m": (0.135, True),
     "gemma-3-270m": (0.27, True),
     "mistral-7b": (7.2, False),
+    "qwen3-30b-a3b": (30.5, False),
+    "gpt-oss-20b": (20.9, False),
+    "deepseek-v2-lite": (15.7, False),
+    "deepseek-v3": (671, False),
 }
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes_have_the_published_number_of_parameters(name: str) -> None:
     model = parse_config(json.loads((CONFIGS / f"{name}.json").read_text()))
-    heads = model.num_heads + 2 * model.num_kv_heads
-    attention = model.hidden_size * model.head_dim * (heads + model.num_heads)
-    layer = attention + 3 * model.hidden_size * model.intermediate_size
-    embeddings = model.vocab_size * model.hidden_size * (1 if model.tie_embeddings else 2)
+    rules = Rules(make_mesh(jax.devices()[:1]), TP)
+    built = build_model(model, rules, dtype="bfloat16", attention_backend=None, page_size=16)
     billions, tied = SHAPES[name]
     assert model.tie_embeddings is tied
-    assert (model.num_layers * layer + embeddings) / 1e9 == pytest.approx(billions, rel=0.03)
+    found = sum(math.prod(spec.shape) for spec in built.specs) / 1e9
+    assert found == pytest.approx(billions, rel=0.03)
 
 
 def test_every_shape_file_is_in_the_table() -> None:

@@ -120,6 +120,7 @@ FULL_VARIANTS = {
     "page 64": ("--page-size", "64", "--chunked-prefill-size", "64"),
     "overlap off": ("--disable-overlap-schedule",),
     "no radix cache": ("--disable-radix-cache",),
+    "tensor parallel 2, heads padded": ("--tp-size", "2"),
     "tensor parallel 3": ("--tp-size", "3"),
 }
 

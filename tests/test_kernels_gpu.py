@@ -102,7 +102,7 @@ def test_the_search_keeps_what_a_sort_keeps(vocab: int, digit: int) -> None:
         kept = (np.arange(vocab) < top_k[row]) & (before <= top_p[row] * p.sum() * (1 + 1e-7))
         ours = (distance[row].view(np.int32) <= found[row]) & np.isfinite(distance[row])
         assert ours.sum() == (kept & np.isfinite(ordered)).sum(), f"{row=}"
-    plain = np.asarray(sampling._limits("tpu", *arguments))
+    plain = np.asarray(sampling.limits("tpu", *arguments))
     bits, allowed = distance.view(np.int32), np.isfinite(distance)
     ours, theirs = ((bits <= limit[:, None]) & allowed for limit in (found, plain))
     np.testing.assert_array_equal(ours, theirs)

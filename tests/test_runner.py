@@ -41,7 +41,7 @@ def make_runner(tensor=1, **settings):
     rules = Rules(make_mesh(jax.devices(), tensor=tensor), TP)
     progress = []
     runner = start_runner(
-        FakeModel(),
+        FakeModel(tensor),
         fake_params(rules),
         rules,
         Settings(**settings),

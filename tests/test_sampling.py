@@ -56,7 +56,7 @@ def sample(logits, params, counts=None, index=None, mask=None, skip=True):
 
 @jax.jit
 def run_filtered(distance, params):
-    kept = sampling.filtered(distance, params, "cpu")
+    kept = sampling.filtered(distance, params, functools.partial(sampling.limits, "cpu"))
     return kept.reshape(kept.shape[0], -1)[:, : distance.shape[1]]
 
 

@@ -1,4 +1,5 @@
-"""SmolLM2-135M over three devices scores the golden set as the reference does."""
+"""SmolLM2-135M over three devices, or two and with padded heads, scores the golden set as the
+reference does."""
 
 from __future__ import annotations
 
@@ -26,8 +27,9 @@ class Options:
 
 
 @pytest.mark.full
-def test_the_golden_set_holds_over_three_devices():
-    checkpoint, rules = open_checkpoint(Options()), rules_of(3)
+@pytest.mark.parametrize(("tp", "kv_heads"), [(2, 4), (3, 3)])
+def test_the_golden_set_holds_over_several_devices(tp, kv_heads):
+    checkpoint, rules = open_checkpoint(Options()), rules_of(tp)
     model = build_model(
         parse_config(checkpoint.hf_config, checkpoint.generation_config),
         rules,
@@ -40,7 +42,8 @@ def test_the_golden_set_holds_over_three_devices():
         model.specs, checkpoint, rules, "float32", progress=lambda *count: done.append(count)
     )
     assert done[-1] == (len(model.specs), len(model.specs))
-    assert params["embed.weight"].addressable_shards[0].data.shape == (49152 // 3, 576)
+    assert params["embed.weight"].addressable_shards[0].data.shape == (49152 // tp, 576)
+    assert model.cache.num_kv_heads == kv_heads
     kv = allocate_pool(model.cache, 129, PAGE, "float32", rules)
     tables = 1 + np.arange(128, dtype=np.int32).reshape(ROWS, 32)
 

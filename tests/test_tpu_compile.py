@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from collectives import collectives
 from jax.experimental import topologies
 
 from jserve.models.registry import build_model, parse_config
@@ -59,6 +60,15 @@ def check(programs: Programs, kind: Kind, size: int) -> None:
 def test_a_step_of_four_layers_compiles_with_its_pool_aliased(kind: Kind) -> None:
     programs = tpu_programs(num_layers=4, num_pages=512)
     check(programs, kind, programs.buckets.rows[-1] if kind is Kind.DECODE else 256)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_the_largest_head_compiles_and_gathers_no_logits() -> None:
+    programs = tpu_programs(num_layers=1, num_pages=64)
+    told = collectives(programs.head(16, True, True).lower().compile())
+    logits = 16 * programs.shapes.vocab * 4
+    assert told and max(size for _, size in told) < logits / 64, f"{told=} {logits=}"
 
 
 @pytest.mark.full

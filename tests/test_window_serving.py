@@ -29,6 +29,10 @@ MODELS = {
         {"num_hidden_layers": 3, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
     ),
     "mistral": ("MistralConfig", {"num_hidden_layers": 2}),
+    "gpt_oss": (
+        "GptOssConfig",
+        {"num_hidden_layers": 3, "num_local_experts": 5, "num_experts_per_tok": 2},
+    ),
 }
 
 
@@ -126,7 +130,9 @@ def prompts_of(seed: int, lengths: tuple[int, ...], begin: list[int]) -> dict[st
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", ["gemma3", "mistral", pytest.param("gpt_oss", marks=pytest.mark.full)]
+)
 def test_windows_in_a_pool_of_their_own_give_the_tokens_of_one_pool_and_of_transformers(
     name: str,
 ) -> None:

@@ -14,12 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 import transformers
+from transformers.core_model_loading import revert_weight_conversion
 
 from jserve.batch import CallContext
-from jserve.cache.pool import KVPool
+from jserve.cache.pool import KVPool, pool_spec
 from jserve.models.model import Model
 from jserve.models.registry import build_model, parse_config
 from pallas_kernels.attention import AttentionMeta
+from sharding.experts import EP
 from sharding.mesh import make_mesh
 from sharding.rules import TP, Rules
 
@@ -62,8 +64,14 @@ def hf_dict(model) -> dict:
     return {**model.config.to_dict(), "architectures": [type(model).__name__]}
 
 
-def rules_of(tp: int = 1) -> Rules:
-    return Rules(make_mesh(jax.devices()[:tp], tensor=tp), TP)
+def checkpoint_state(model) -> dict[str, torch.Tensor]:
+    """The model's tensors as its checkpoints name them: transformers keeps all experts in one."""
+    return revert_weight_conversion(model, model.state_dict())
+
+
+def rules_of(tp: int = 1, ep: int = 1) -> Rules:
+    mesh = make_mesh(jax.devices()[: tp * ep], tensor=tp, expert=ep)
+    return Rules(mesh, TP if ep == 1 else EP)
 
 
 def params_of(model: Model, state: dict[str, torch.Tensor], rules: Rules) -> dict[str, jax.Array]:
@@ -74,7 +82,7 @@ def params_of(model: Model, state: dict[str, torch.Tensor], rules: Rules) -> dic
         for piece in spec.pieces:
             tensor = state[piece.name].numpy()
             assert tensor.shape == piece.shape, f"{piece.name}: {tensor.shape=} {piece.shape=}"
-            piece.place(target, tensor)
+            piece.place(piece.part(target), tensor)
         params[spec.path] = jax.device_put(target.astype(spec.dtype), rules.sharding(spec.axes))
     return params
 
@@ -89,8 +97,8 @@ class Served:
     rules: Rules
 
     @classmethod
-    def of(cls, hf_model, tp: int = 1, num_pages: int = NUM_PAGES) -> Served:
-        rules = rules_of(tp)
+    def of(cls, hf_model, tp: int = 1, num_pages: int = NUM_PAGES, ep: int = 1) -> Served:
+        rules = rules_of(tp, ep)
         model = build_model(
             parse_config(hf_dict(hf_model)),
             rules,
@@ -98,15 +106,11 @@ class Served:
             attention_backend=None,
             page_size=PAGE,
         )
-        shape = model.cache
-        pages = np.full(
-            (shape.num_layers * num_pages, PAGE, shape.num_kv_heads, shape.head_dim),
-            7.0,
-            np.float32,
-        )
-        place = rules.sharding((None, None, "kv_heads", None))
-        kv = KVPool(jax.device_put(pages, place), jax.device_put(pages + 1, place))
-        served = cls(model, params_of(model, hf_model.state_dict(), rules), kv, rules)
+        spec = pool_spec(model.cache, num_pages, PAGE, "float32", rules)
+        junk = [np.full(leaf.shape, 7.0, leaf.dtype) for leaf in jax.tree.leaves(spec)]
+        places = [leaf.sharding for leaf in jax.tree.leaves(spec)]
+        kv = jax.tree.unflatten(jax.tree.structure(spec), jax.device_put(junk, places))
+        served = cls(model, params_of(model, checkpoint_state(hf_model), rules), kv, rules)
         served.program = jax.jit(served._program, donate_argnums=1)
         return served
 
@@ -125,7 +129,7 @@ class Served:
         logits, self.kv = self.program(*self.arguments(rows, tables, decode, bucket))
         total = sum(len(ids) for _, ids in rows)
         assert np.isfinite(np.asarray(logits)).all(), "padding must stay finite"
-        return np.asarray(logits)[:total]
+        return np.asarray(logits)[:total, : self.model.vocab_size]
 
 
 def random_tables(num_rows: int, seed: int = 0) -> np.ndarray:

@@ -2,8 +2,9 @@
 
 Owns the layout and nothing else: which pages are free, shared or cached is `pages.py`'s and
 `radix.py`'s business. Split layout (GPU, CPU): k and v are [L · pages, page, K, D]. Fused layout
-(TPU): k is [L · pages, page, 2 · K, D] with K at even and V at odd heads, v is None. float8 is held
-as pallas_kernels/float8.py says.
+(TPU): k is [L · pages, page, 2 · K, D] with K at even and V at odd heads, v is None. Latent layout
+(GPU, CPU): k is [L · pages, page, 1, D], whole on every device, v is None. float8 is held as
+pallas_kernels/float8.py says.
 """
 
 from __future__ import annotations
@@ -42,18 +43,19 @@ def pool_spec(
     """The pool as ShapeDtypeStructs with shardings: what a program is lowered for. `group_pages`:
     of each of the shape's groups.
     """
-    fused = rules.platform == "tpu"
+    latent = shape.value_dim is not None
+    fused = rules.platform == "tpu" and not latent
     heads = shape.num_kv_heads * (2 if fused else 1)
     array = jax.ShapeDtypeStruct(
         (shape.num_layers * num_pages, page_size, heads, shape.head_dim),
         pool_dtype(dtype, rules.platform),
-        sharding=rules.sharding(_AXES),
+        sharding=rules.sharding((None,) * len(_AXES) if latent else _AXES),
     )
     groups = tuple(
         pool_spec(group, pages, page_size, dtype, rules)
         for group, pages in zip(shape.groups, group_pages, strict=True)
     )
-    return KVPool(array, None if fused else array, groups)  # type: ignore[arg-type]
+    return KVPool(array, None if fused or latent else array, groups)  # type: ignore[arg-type]
 
 
 def pool_dtype(dtype: str, platform: str) -> jnp.dtype:
@@ -75,9 +77,11 @@ def allocate_pool(
 
 
 def bytes_per_page(shape: KVShape, page_size: int, dtype: str) -> int:
-    """Bytes of one page over all layers and the whole mesh, K and V together; without groups."""
-    item = jnp.dtype(dtype).itemsize
-    return math.prod((shape.num_layers, page_size, 2, shape.num_kv_heads, shape.head_dim, item))
+    """Bytes of one page over all layers and the whole mesh, K and V together; without groups. A
+    latent counts once, however many devices have it.
+    """
+    item, parts = jnp.dtype(dtype).itemsize, 2 if shape.value_dim is None else 1
+    return math.prod((shape.num_layers, page_size, parts, shape.num_kv_heads, shape.head_dim, item))
 
 
 def gather_pages(pool: KVPool, pages: jax.Array, num_layers: int) -> KVPool:

@@ -160,6 +160,7 @@ class ExecutionOptions:
 
     device: str = _option("auto", "platform", choices="auto cpu gpu tpu")
     tp_size: int = _option(1, "tensor parallel devices", low=1, also="--tp")
+    ep_size: int = _option(1, "times as many, which share the experts", low=1, also="--ep")
     attention_backend: str | None = _option(
         None,
         "[the first that fits]",

@@ -67,6 +67,7 @@ class Resolved:
     kv_events: KvEventsOptions | None
     overlap_depth: int
     tp_size: int
+    ep_size: int
     attention_backend: str | None
     max_total_tokens: int | None
     mem_fraction_static: float
@@ -92,13 +93,13 @@ def resolve(config: Config, model: ModelConfig, device: DeviceFacts) -> Resolved
         raise ConfigError(problem)
     for problem in _float8_conflicts(config, model, device):
         raise ConfigError(problem)
+    num_devices = execution.tp_size * execution.ep_size
     num_slots = scheduler.max_running_requests or (32 if on_cpu else 256)
     chunk, max_prefill_tokens = _prefill_sizes(config, device, context_length)
-    mem_fraction = cache.mem_fraction_static or _mem_fraction(device, chunk, execution.tp_size)
+    mem_fraction = cache.mem_fraction_static or _mem_fraction(device, chunk, num_devices)
     tokens = cache.max_total_tokens
     if tokens is None and on_cpu:
-        heads = max(model.num_kv_heads, execution.tp_size)
-        token_bytes = 2 * model.num_layers * heads * model.head_dim * _ITEMSIZE[kv_dtype]
+        token_bytes = _token_numbers(model, num_devices) * _ITEMSIZE[kv_dtype]
         budget = min(2 * _GIB, int(mem_fraction * (device.memory_bytes or 4 * _GIB)))
         whole = num_slots * (context_length + cache.page_size)
         tokens = max(min(whole, budget // token_bytes), cache.page_size)
@@ -120,6 +121,7 @@ def resolve(config: Config, model: ModelConfig, device: DeviceFacts) -> Resolved
         kv_events=kv_events_options(config.server.kv_events_config),
         overlap_depth=0 if scheduler.disable_overlap_schedule else 1,
         tp_size=execution.tp_size,
+        ep_size=execution.ep_size,
         attention_backend=execution.attention_backend,
         max_total_tokens=tokens and tokens // cache.page_size * cache.page_size,
         mem_fraction_static=mem_fraction,
@@ -129,6 +131,14 @@ def resolve(config: Config, model: ModelConfig, device: DeviceFacts) -> Resolved
         hybrid_swa=_hybrid(config, model, context_length),
         swa_full_tokens_ratio=cache.swa_full_tokens_ratio,
     )
+
+
+def _token_numbers(model: ModelConfig, tp_size: int) -> int:
+    """How many a cached token takes in all layers; devices of a CPU share its memory."""
+    if model.latent is not None:
+        return model.num_layers * model.latent.cached_dim * tp_size
+    stored = -(-model.num_kv_heads // tp_size) * tp_size  # each device has equally many heads
+    return 2 * model.num_layers * stored * model.head_dim
 
 
 def _hybrid(config: Config, model: ModelConfig, context: int) -> bool:
@@ -142,7 +152,8 @@ def _conflicts(
 ) -> list[str]:
     """What cannot work together, in words; it is refused, never switched off silently."""
     cache, page_size, platform = config.cache, config.cache.page_size, device.platform
-    backend, tp_size = config.execution.attention_backend, config.execution.tp_size
+    execution = config.execution
+    backend, tp_size, ep_size = execution.attention_backend, execution.tp_size, execution.ep_size
     wanted = _BACKEND_PLATFORM.get(backend or "", platform)
     problems = {
         f"--context-length {context} is over the {model.max_position} positions of "
@@ -161,6 +172,12 @@ def _conflicts(
         ),
         f"--tp-size {tp_size} is over the {device.count} found of --device {platform}": (
             tp_size > device.count
+        ),
+        f"--ep-size {ep_size} deals out experts, but --model-path {config.model.model_path} has "
+        f"none; --tp-size {ep_size} would split it": ep_size > 1 and model.moe is None,
+        f"--tp-size {tp_size} times --ep-size {ep_size} is over the {device.count} found of "
+        f"--device {platform}; --ep-size {device.count // tp_size} is the most": (
+            tp_size * ep_size > device.count
         ),
     }
     return [message for message, broken in problems.items() if broken]
@@ -185,6 +202,8 @@ def _float8_conflicts(config: Config, model: ModelConfig, device: DeviceFacts) -
         f"{heads} of --model-path {config.model.model_path} on each": (
             device.platform == "tpu" and heads % 2 == 1
         ),
+        f"--kv-cache-dtype {kind} is not for --model-path {config.model.model_path}, which keeps a "
+        "latent of each token: leave it at auto": model.latent is not None,
     }
     return [message for message, broken in problems.items() if broken]
 

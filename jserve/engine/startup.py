@@ -47,6 +47,7 @@ from jserve.tokenizer.vocabulary import vocabulary_of
 from jserve.types import KVShape, ModelConfig, Progress
 from jserve.weights.checkpoint import Checkpoint, open_checkpoint
 from jserve.weights.loader import load_params
+from sharding.experts import EP
 from sharding.mesh import make_mesh
 from sharding.rules import TP, Rules
 
@@ -74,7 +75,9 @@ def build(config: Config, channel: EngineEnd) -> Loop:
     checkpoint = open_checkpoint(config.model, find_architecture)
     model_config = parse_config(checkpoint.hf_config, checkpoint.generation_config)
     resolved = resolve(config, model_config, _device_facts())
-    rules = Rules(make_mesh(jax.devices(), tensor=resolved.tp_size), TP)
+    tp_size, ep_size = resolved.tp_size, resolved.ep_size
+    mesh = make_mesh(jax.devices(), tensor=tp_size, expert=ep_size)
+    rules = Rules(mesh, TP if ep_size == 1 else EP)
     model = build_model(
         model_config,
         rules,
@@ -188,8 +191,9 @@ def _prepare_backend(config: Config) -> None:
         jax.config.update("jax_platforms", _PLATFORMS[execution.device])
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", _XLA_MEM_FRACTION)
     flags = os.environ.get("XLA_FLAGS", "")
-    if execution.tp_size > 1 and "host_platform_device_count" not in flags:
-        flag = f"--xla_force_host_platform_device_count={execution.tp_size}"
+    num_devices = execution.tp_size * execution.ep_size
+    if num_devices > 1 and "host_platform_device_count" not in flags:
+        flag = f"--xla_force_host_platform_device_count={num_devices}"
         os.environ["XLA_FLAGS"] = f"{flags} {flag}"  # of the CPU platform only
 
 

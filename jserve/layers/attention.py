@@ -31,6 +31,7 @@ class Attention(nnx.Module):
         output: Linear,
         q_norm: RMSNorm | None,
         k_norm: RMSNorm | None,
+        sinks: nnx.Param | None,
         *,
         num_kv_heads: int,
         head_dim: int,
@@ -40,7 +41,7 @@ class Attention(nnx.Module):
     ) -> None:
         self.qkv, self.output, self.q_norm, self.k_norm = qkv, output, q_norm, k_norm
         self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
-        self.op, self.fused, self.rules = op, fused, rules
+        self.op, self.fused, self.rules, self.sinks = op, fused, rules, sinks
 
     def __call__(
         self, x: jax.Array, kv_layer: KVLayer, angles: Rotary, context: CallContext
@@ -60,11 +61,9 @@ class Attention(nnx.Module):
                 q, k = self.q_norm(q), self.k_norm(k)
             q = rotate(q, angles).reshape(tokens, -1, head_dim)
             inputs, specs = (q, rotate(k, angles), v), (heads, heads, heads)
+        sinks = None if self.sinks is None else self.sinks[...]  # [H]
+        specs = (*specs, layer, whole, self.rules.spec(("kv_heads",)))
         out, kv_layer = jax.shard_map(
-            self.op,
-            mesh=self.rules.mesh,
-            in_specs=(*specs, layer, whole),
-            out_specs=(heads, layer),
-            check_vma=False,
-        )(*inputs, kv_layer, context.meta)
+            self.op, mesh=self.rules.mesh, in_specs=specs, out_specs=(heads, layer), check_vma=False
+        )(*inputs, kv_layer, context.meta, sinks)
         return self.output(out.reshape(tokens, -1)), kv_layer

@@ -1,7 +1,7 @@
 """The vocabulary's two ends: token ids → hidden rows, and hidden rows → logits. Split over `vocab`.
 
 Legend: V vocabulary, C hidden size. The matrix is [V, C] at both ends, so a tied head is the same
-array; zero rows are appended until the shards are even.
+array; zero rows are appended until the shards are whole blocks of lanes.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ from sharding.rules import Rules
 
 
 class Embedding(nnx.Module):
-    """`vocab_size` is V without the appended rows; `scale` multiplies looked-up rows (Gemma)."""
+    """`scale` multiplies looked-up rows (Gemma)."""
 
-    def __init__(
-        self, weight: nnx.Param, vocab_size: int, rules: Rules, scale: float = 1.0
-    ) -> None:
-        self.weight, self.vocab_size, self.rules, self.scale = weight, vocab_size, rules, scale
+    def __init__(self, weight: nnx.Param, rules: Rules, scale: float = 1.0) -> None:
+        self.weight, self.rules, self.scale = weight, rules, scale
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:  # [T] → [T, C]
         # NOTE: ids are clipped, because the default mode answers an id out of range with NaN.
@@ -28,10 +26,10 @@ class Embedding(nnx.Module):
         rows = self.rules.constrain(rows, (None, None))
         return rows if self.scale == 1.0 else rows * jnp.asarray(self.scale, rows.dtype)
 
-    def logits(self, hidden: jax.Array) -> jax.Array:  # [N, C] → float32 [N, V], replicated
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """[N, C] → float32 [N, V'], the appended rows' columns included, split over `vocab`."""
         # XLA's matrix-vector takes 5 times as long as its product with 8 rows.
         spare = 7 if len(hidden) == 1 and self.rules.platform == "gpu" else 0
         padded = jnp.pad(hidden, ((0, spare), (0, 0)))
         y = contract(padded, self.weight[...], axis=1, out_dtype=jnp.dtype(jnp.float32))
-        y = self.rules.constrain(self.rules.constrain(y, (None, "vocab")), (None, None))
-        return y[: len(hidden), : self.vocab_size]
+        return self.rules.constrain(y, (None, "vocab"))[: len(hidden)]

@@ -1,5 +1,16 @@
 """How a model's heads lie over the tensor axis, and where the checkpoint's heads go in the fused
-projection (see layers/attention.py for its columns).
+projection (see layers/attention.py for its columns) and in the one behind it.
+
+Each of S shards stores equally many KV heads, the fewest that hold all: K' = ceil(K / S) · S.
+From K' = 2 K on, each is stored K' // K times, and its replicas share out its query heads: G' =
+ceil(G / replicas) slots each. What is left over is zeros: KV heads that nobody asks, query heads
+whose output meets zero rows.
+
+    9 query and 3 KV heads   S    K'   replicas   G'   (query slots of a shard)
+                             2    4    1          3    6
+                             3    3    1          3    3
+                             4    4    1          3    3
+                             8    8    2          2    2
 """
 
 from __future__ import annotations
@@ -14,30 +25,34 @@ from jserve.types import ModelConfig
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HeadLayout:
-    """`num_kv_heads` counts replicas: every shard holds at least one."""
+    """`num_kv_heads` counts the stored ones of all shards, `group` the query slots of each;
+    `kv_heads` and `num_heads` are the checkpoint's.
+    """
 
     num_heads: int
+    kv_heads: int
     num_kv_heads: int
     replicas: int
+    group: int
     head_dim: int
 
     @classmethod
     def of(cls, config: ModelConfig, shards: int) -> HeadLayout:
-        """Raises ConfigError when the heads cannot be dealt evenly to `shards`."""
+        """Raises ConfigError when KV heads have unequal shares of the query heads."""
         heads, kv_heads = config.num_heads, config.num_kv_heads
-        if heads % shards or (kv_heads % shards and shards % kv_heads) or heads % kv_heads:
+        if heads % kv_heads:
             raise ConfigError(
-                f"the model's {heads} query heads and {kv_heads} KV heads do not divide over "
-                f"--tp-size {shards}; it must divide {heads}, and divide {kv_heads} or be a "
-                "multiple of it"
+                f"the model's config: {heads} query heads are no multiple of {kv_heads} KV heads"
             )
-        replicas = max(1, shards // kv_heads)
-        return cls(heads, kv_heads * replicas, replicas, config.head_dim)
+        stored = -(-kv_heads // shards) * shards
+        replicas = stored // kv_heads
+        group = -(-(heads // kv_heads) // replicas)
+        return cls(heads, kv_heads, stored, replicas, group, config.head_dim)
 
     @property
-    def group(self) -> int:
-        """Query heads of one stored KV head."""
-        return self.num_heads // self.num_kv_heads
+    def num_slots(self) -> int:
+        """Query heads that are computed, over all shards."""
+        return self.num_kv_heads * self.group
 
     @property
     def fused_width(self) -> int:
@@ -45,13 +60,35 @@ class HeadLayout:
 
     def place(self, which: str, target: np.ndarray, tensor: np.ndarray) -> None:
         """Write the projection q, k or v [heads · D, ...] (out first) into its slots of the
-        interleaved [..., K · (G + 2) · D].
+        interleaved [..., K' · (G' + 2) · D].
         """
         assert target.flags.c_contiguous, "a reshaped view is written"
         outer, group = target.shape[:-1], self.group
         slots = target.reshape(*outer, self.num_kv_heads, group + 2, self.head_dim)
+        heads = tensor.T.reshape(*outer, self.kv_heads, -1, self.head_dim)  # [..., K, G or 1, D]
         if which == "q":
-            slots[..., :group, :] = tensor.T.reshape(*outer, -1, group, self.head_dim)
-            return
-        heads = tensor.T.reshape(*outer, -1, self.head_dim)
-        slots[..., group + ("k", "v").index(which), :] = np.repeat(heads, self.replicas, axis=-2)
+            self._deal(slots[..., :group, :], heads, group)
+        else:
+            member = group + ("k", "v").index(which)
+            self._deal(slots[..., member : member + 1, :], heads, 0)
+
+    def place_output(self, target: np.ndarray, tensor: np.ndarray) -> None:
+        """Write the projection behind attention [C, H · D] (out first) into [K' · G' · D, C]."""
+        assert target.flags.c_contiguous, "a reshaped view is written"
+        slots = target.T.reshape(-1, self.num_kv_heads, self.group, self.head_dim)
+        self._deal(slots, tensor.reshape(len(tensor), self.kv_heads, -1, self.head_dim), self.group)
+
+    def place_each(self, target: np.ndarray, tensor: np.ndarray) -> None:
+        """Write what each query head has one number of, [H], into [K' · G']."""
+        slots = target.reshape(self.num_kv_heads, self.group, 1)
+        self._deal(slots, tensor.reshape(self.kv_heads, -1, 1), self.group)
+
+    def _deal(self, slots: np.ndarray, heads: np.ndarray, stride: int) -> None:
+        """[..., K, G, D] into [..., K', G', D]: replica j takes G' of G from j · `stride` on."""
+        used = self.kv_heads * self.replicas
+        slots[..., used:, :, :] = 0
+        for replica in range(self.replicas):
+            part = heads[..., replica * stride :, :][..., : slots.shape[-2], :]
+            mine = slots[..., replica : used : self.replicas, :, :]
+            mine[..., : part.shape[-2], :] = part
+            mine[..., part.shape[-2] :, :] = 0

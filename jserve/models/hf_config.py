@@ -24,29 +24,25 @@ def common_config(
     """The fields that mean the same in every family; raises ConfigError naming a missing or
     unsupported one.
     """
-    if hf.get("quantization_config"):
-        raise ConfigError(
-            "quantization_config: quantized safetensors checkpoints are not supported"
-        )
-    heads, num_layers = _count(hf, "num_attention_heads"), _count(hf, "num_hidden_layers")
-    hidden = _count(hf, "hidden_size")
+    heads, num_layers = count(hf, "num_attention_heads"), count(hf, "num_hidden_layers")
+    hidden = count(hf, "hidden_size")
     # Gemma 3's nested form is read by its family; here a single rope is the rule.
     settings = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     if not isinstance(settings, Mapping):
         raise ConfigError(f"the model's config: rope settings must be an object, are {settings!r}")
     nested = "full_attention" in settings
-    rope = rope_config(hf, {} if nested else settings, theta=_number(hf, "rope_theta", 10_000.0))
+    rope = rope_config(hf, {} if nested else settings, theta=number(hf, "rope_theta", 10_000.0))
     return ModelConfig(
         architecture=architecture,
         model_type=hf.get("model_type", ""),
-        vocab_size=_count(hf, "vocab_size"),
+        vocab_size=count(hf, "vocab_size"),
         hidden_size=hidden,
-        intermediate_size=_count(hf, "intermediate_size"),
+        intermediate_size=count(hf, "intermediate_size"),
         num_layers=num_layers,
         num_heads=heads,
-        num_kv_heads=_count(hf, "num_key_value_heads", heads),
-        head_dim=_count(hf, "head_dim", hidden // heads),
-        rms_norm_eps=_number(hf, "rms_norm_eps", 1e-6),
+        num_kv_heads=count(hf, "num_key_value_heads", heads),
+        head_dim=count(hf, "head_dim", hidden // heads),
+        rms_norm_eps=number(hf, "rms_norm_eps", 1e-6),
         max_position=_max_position(hf, rope),
         rope=rope,
         windows=(None,) * num_layers,
@@ -93,14 +89,16 @@ def _need(hf: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def _count(hf: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def count(hf: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """A positive integer of the config; without a default it must be there."""
     value = _need(hf, key) if default is None else hf.get(key) or default
     if type(value) is not int or value < 1:
         raise ConfigError(f"the model's config: {key} must be a positive integer, is {value!r}")
     return value
 
 
-def _number(hf: Mapping[str, Any], key: str, default: float) -> float:
+def number(hf: Mapping[str, Any], key: str, default: float) -> float:
+    """A number of the config; `default` also in place of null and of 0."""
     value = hf.get(key) or default
     if type(value) not in (int, float):
         raise ConfigError(f"the model's config: {key} must be a number, is {value!r}")
@@ -111,7 +109,7 @@ def _max_position(hf: Mapping[str, Any], rope: RopeConfig) -> int:
     """YaRN is switched on by its settings alone, the config's own length staying the trained one;
     so take the larger.
     """
-    length = _count(hf, "max_position_embeddings")
+    length = count(hf, "max_position_embeddings")
     if rope.scaling != "yarn":
         return length
     numbers = dict(rope.params)

@@ -11,21 +11,21 @@ from flax import nnx
 
 from jserve.batch import CallContext
 from jserve.layers.rope import Rotary
-from jserve.models.blueprint import Blueprint
+from jserve.models.blueprint import Blueprint, Feed, dense_mlp
 from pallas_kernels.attention import KVLayer
 
 
 class LlamaBlock(nnx.Module):
-    """Pre-norm attention and feed-forward around a residual stream in the model's dtype. `name`:
-    model.layers.<i>.
-    """
+    """Pre-norm attention and feed-forward around a residual stream. `name`: model.layers.<i>."""
 
-    def __init__(self, make: Blueprint, path: str, name: str, window: int | None) -> None:
+    def __init__(
+        self, make: Blueprint, path: str, name: str, window: int | None, feed: Feed = dense_mlp
+    ) -> None:
         size = make.config.hidden_size
         self.attention_norm = make.norm(f"{path}.attention_norm", f"{name}.input_layernorm", size)
         self.attention = make.attention(f"{path}.attention", f"{name}.self_attn", window)
         self.mlp_norm = make.norm(f"{path}.mlp_norm", f"{name}.post_attention_layernorm", size)
-        self.mlp = make.mlp(f"{path}.mlp", f"{name}.mlp")
+        self.mlp = feed(make, f"{path}.mlp", name)
 
     def __call__(
         self, x: jax.Array, kv_layer: KVLayer, angles: Rotary, context: CallContext

@@ -34,22 +34,24 @@ class Model:
     def __init__(
         self, config: ModelConfig, decoder: Decoder, cache: KVShape, *, page_size: int
     ) -> None:
-        self.config, self.cache, self._page_size = config, cache, page_size
+        self.config, self.cache = config, cache
+        self.vocab_size, self._page_size = config.vocab_size, page_size
         self.specs = _Part.split(decoder).specs
         self._num_layers = tuple(shape.num_layers for shape in (cache, *cache.groups))
         self._embed = _Part.split(decoder.embed)
         blocks, windows = [_Part.split(block) for block in decoder.layers], config.windows
-        self._layers = tuple(zip(windows, blocks, cache.places(windows), strict=True))
         self._norm = _Part.split(decoder.norm)
         self._head = _Part.split(decoder.head)
         self.head_params = tuple(spec.path for spec in self._head.specs)
-        # Blocks of one window share a rope, and one jitted function, traced and lowered once.
-        kinds = dict(zip(windows, blocks, strict=True))
-        self._runs = {w: jax.jit(part.run_block) for w, part in kinds.items()}
+        # Blocks of one window and equal parameters share a jitted function, lowered once.
+        kinds = [(w, *(s.shape for s in b.specs)) for w, b in zip(windows, blocks, strict=True)]
+        runs = {kind: jax.jit(b.run_block) for kind, b in zip(kinds, blocks, strict=True)}
+        places = cache.places(windows)
+        self._layers = tuple(zip(windows, blocks, [runs[k] for k in kinds], places, strict=True))
         local = config.rope_local or config.rope
         self._ropes = {
             window: frequencies_of(config.rope if window is None else local, config.head_dim)
-            for window in kinds
+            for window in dict.fromkeys(windows)
         }
 
     def forward(
@@ -69,19 +71,18 @@ class Model:
             x = self._embed.merge(self._embed.leaves(params))(token_ids)
         positions = context.meta.positions
         angles = {window: rotary(positions, *rope) for window, rope in self._ropes.items()}
-        for window, part, (group, layer) in self._layers:
+        for window, part, run, (group, layer) in self._layers:
             pool = pools[group]
             num_pages = pool.k.shape[0] // self._num_layers[group]
             kv_layer = KVLayer(pool.k, pool.v, jnp.asarray(np.int32(layer * num_pages)))
-            arguments = (kv_layer, angles[window], contexts[group])
-            x, kv_layer = self._runs[window](part.leaves(params), x, *arguments)
+            x, kv_layer = run(part.leaves(params), x, kv_layer, angles[window], contexts[group])
             pools[group] = KVPool(kv_layer.k, kv_layer.v)
         with jax.named_scope("norm"):
             x = self._norm.merge(self._norm.leaves(params))(x)
         return x, pools[0]._replace(groups=tuple(pools[1:]))
 
     def logits(self, params: Mapping[str, jax.Array], hidden: jax.Array) -> jax.Array:
-        """float32 logits [N, V] of hidden states [N, C] that `forward` returned."""
+        """float32 logits [N, V'] of hidden states [N, C]; V' as Embedding has it."""
         with jax.named_scope("logits"):
             logits = self._head.merge(self._head.leaves(params)).logits(hidden)
             cap = self.config.final_soft_cap

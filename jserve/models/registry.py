@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from jserve.errors import ConfigError
-from jserve.models import gemma3, hf_llama, llama
+from jserve.models import deepseek, gemma3, gpt_oss, hf_llama, hf_moe, llama
 from jserve.models.architectures import find_architecture
 from jserve.models.blueprint import BlockFactory, Blueprint, Decoder
 from jserve.models.hf_config import common_config
 from jserve.models.model import Model
-from jserve.types import KVShape, ModelConfig
+from jserve.models.moe import ExpertPieces, MoENames, per_expert, sparse_mlp
+from jserve.models.split import check_split
+from jserve.types import ModelConfig
 from sharding.rules import Rules
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Family:
     """One architecture: `adapt` fills in what common_config leaves, `defaults` stand in for keys
-    that configs omit.
+    that configs omit. `sparse` builds the layers with experts, where others have none.
+    `quantizations` are the packed forms that its checkpoints are read from.
     """
 
     adapt: Callable[[ModelConfig, Mapping[str, Any]], ModelConfig]
     block: BlockFactory = llama.LlamaBlock
+    sparse: BlockFactory | None = None
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     norm_offset: float = 0.0
     prefix: str = ""
+    quantizations: tuple[str, ...] = ()
 
 
 _GEMMA3 = Family(
@@ -35,14 +41,47 @@ _GEMMA3 = Family(
     defaults=gemma3.DEFAULTS,
     norm_offset=gemma3.NORM_OFFSET,
 )
+_DEEPSEEK: dict[str, Any] = {
+    "block": deepseek.DeepseekBlock,
+    "sparse": functools.partial(
+        deepseek.DeepseekBlock, feed=functools.partial(sparse_mlp, names=deepseek.NAMES)
+    ),
+}
+
+
+def _moe(
+    adapt: Callable[[ModelConfig, Mapping[str, Any]], ModelConfig],
+    names: MoENames,
+    defaults: Mapping[str, Any],
+    pieces: ExpertPieces = per_expert,
+    quantizations: tuple[str, ...] = (),
+) -> Family:
+    """Llama's block, with experts in the sparse layers."""
+    sparse = functools.partial(
+        llama.LlamaBlock, feed=functools.partial(sparse_mlp, names=names, pieces=pieces)
+    )
+    return Family(adapt, sparse=sparse, defaults=defaults, quantizations=quantizations)
+
 
 FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": Family(hf_llama.adapt_llama),
     "MistralForCausalLM": Family(hf_llama.adapt_mistral),
     "Qwen2ForCausalLM": Family(hf_llama.adapt_qwen2),
     "Qwen3ForCausalLM": Family(hf_llama.adapt_qwen3),
+    "MixtralForCausalLM": _moe(hf_moe.adapt_mixtral, hf_moe.MIXTRAL, hf_moe.MIXTRAL_DEFAULTS),
+    "Qwen2MoeForCausalLM": _moe(hf_moe.adapt_qwen2_moe, MoENames(), hf_moe.QWEN2_MOE_DEFAULTS),
+    "Qwen3MoeForCausalLM": _moe(hf_moe.adapt_qwen3_moe, MoENames(), hf_moe.QWEN3_MOE_DEFAULTS),
+    "GptOssForCausalLM": _moe(
+        gpt_oss.adapt_gpt_oss, gpt_oss.NAMES, gpt_oss.DEFAULTS, gpt_oss.whole_experts, ("mxfp4",)
+    ),
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": dataclasses.replace(_GEMMA3, prefix="language_model."),
+    "DeepseekV2ForCausalLM": Family(
+        deepseek.adapt_deepseek_v2, defaults=deepseek.V2_DEFAULTS, **_DEEPSEEK
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        deepseek.adapt_deepseek_v3, defaults=deepseek.V3_DEFAULTS, **_DEEPSEEK
+    ),
 }
 
 
@@ -56,6 +95,7 @@ def parse_config(hf: Mapping[str, Any], generation: Mapping[str, Any] | None = N
     family = FAMILIES[architecture]
     # A multi-modal config keeps the language model's own settings one level down.
     merged = {**family.defaults, **_present(hf), **_present(hf.get("text_config"))}
+    _check_packing(architecture, merged.get("quantization_config") or {})
     config = family.adapt(common_config(architecture, merged, generation or {}), merged)
     if len(config.windows) != config.num_layers:
         lengths = f"{len(config.windows)} layers, num_hidden_layers is {config.num_layers}"
@@ -75,17 +115,31 @@ def build_model(
     """The model with its parameters described and none allocated; with `hybrid`, its layers with a
     window are a cache group. Raises ConfigError when it does not fit the mesh.
     """
-    family = FAMILIES[config.architecture]
+    family, mesh = FAMILIES[config.architecture], rules.mesh.shape
+    check_split(config, mesh["tensor"], mesh["expert"])
     make = Blueprint(config, rules, dtype, attention_backend, family.norm_offset)
-    cache = KVShape(config.num_layers, make.heads.num_kv_heads, config.head_dim)
+    cache = make.cache
     windows = [window for window in config.windows if window is not None] if hybrid else []
     if windows:
         group = dataclasses.replace(cache, num_layers=len(windows), window=max(windows))
         cache = dataclasses.replace(
             cache, num_layers=config.num_layers - len(windows), groups=(group,)
         )
-    decoder = Decoder(make, family.block, family.prefix)
+    decoder = Decoder(make, family.block, family.prefix, family.sparse)
     return Model(config, decoder, cache, page_size=page_size)
+
+
+def _check_packing(architecture: str, packing: Any) -> None:
+    """Raises ConfigError unless the family's weights are read from that form."""
+    if not isinstance(packing, Mapping):
+        raise ConfigError(f"the model's config: quantization_config is no object: {packing!r}")
+    served = FAMILIES[architecture].quantizations
+    if packing and packing.get("quant_method") not in served:
+        known = f"only {' and '.join(served)}" if served else "nor any other quantization"
+        raise ConfigError(
+            f"quantization_config: quant_method {packing.get('quant_method')!r} is not supported "
+            f"for {architecture}, {known}"
+        )
 
 
 def _present(settings: Mapping[str, Any] | None) -> dict[str, Any]:

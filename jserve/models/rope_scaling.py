@@ -60,15 +60,17 @@ def _yarn(base: np.ndarray, theta: float, params: Mapping[str, float]) -> tuple[
     return base * (1.0 - divided) + base / factor * divided, _yarn_attention_factor(factor, params)
 
 
-def _yarn_attention_factor(factor: float, params: Mapping[str, float]) -> float:
-    def grown(scale: float) -> float:
-        return 1.0 if factor <= 1.0 else 0.1 * scale * math.log(factor) + 1.0
+def yarn_growth(factor: float, scale: float) -> float:
+    """What YaRN multiplies attention's inputs by when a context grows by `factor`."""
+    return 1.0 if factor <= 1.0 else 0.1 * scale * math.log(factor) + 1.0
 
+
+def _yarn_attention_factor(factor: float, params: Mapping[str, float]) -> float:
     if "attention_factor" in params:
         return params["attention_factor"]
     if params.get("mscale") and params.get("mscale_all_dim"):
-        return grown(params["mscale"]) / grown(params["mscale_all_dim"])
-    return grown(1.0)
+        return yarn_growth(factor, params["mscale"]) / yarn_growth(factor, params["mscale_all_dim"])
+    return yarn_growth(factor, 1.0)
 
 
 _SCALINGS: Mapping[

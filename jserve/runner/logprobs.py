@@ -23,7 +23,7 @@ def columns(distance: jax.Array, chosen: jax.Array, ids: jax.Array) -> jax.Array
         values, best = top_log_probs(distance, log_sum)
         chosen = gather_log_probs(distance, log_sum, chosen[:, None])
         asked = gather_log_probs(distance, log_sum, ids)
-        return jnp.concatenate([_bits(chosen), _bits(values), best, _bits(asked)], axis=1)
+        return jnp.concatenate([bits(chosen), bits(values), best, bits(asked)], axis=1)
 
 
 def read(out: np.ndarray) -> SampledLogprobs:
@@ -36,6 +36,11 @@ def read(out: np.ndarray) -> SampledLogprobs:
     return SampledLogprobs(
         chosen[:, 0].view(floats), top_values.view(floats), top_ids, id_values.view(floats)
     )
+
+
+def unscaled(logits: jax.Array) -> jax.Array:
+    """Distances at temperature 1."""
+    return jnp.max(logits, axis=1, keepdims=True) - logits
 
 
 def log_normaliser(distance: jax.Array) -> jax.Array:
@@ -63,5 +68,5 @@ def top_log_probs(distance: jax.Array, log_sum: jax.Array) -> tuple[jax.Array, j
     return top - log_sum[:, None], ids.astype(jnp.int32)
 
 
-def _bits(values: jax.Array) -> jax.Array:
+def bits(values: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(values, jnp.int32)

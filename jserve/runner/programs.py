@@ -15,6 +15,7 @@ Owns what each program computes; manifest.py compiles them, runner.py calls them
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
@@ -31,6 +32,7 @@ from jserve.runner.buckets import Buckets, Key
 from jserve.runner.inputs import EditLayout, StepLayout
 from jserve.runner.manifest import Program
 from jserve.runner.shapes import Shapes, shardings
+from jserve.runner.split_vocabulary import SplitVocabulary
 from pallas_kernels.attention import AttentionMeta
 
 EDIT_ROWS = 16
@@ -40,9 +42,13 @@ class Programs:
     """The step's programs for one model on one mesh."""
 
     def __init__(self, shapes: Shapes, buckets: Buckets) -> None:
-        self.shapes, self.buckets = shapes, buckets
+        self.shapes, self.buckets, rules = shapes, buckets, shapes.rules
         rows, slots, groups = min(EDIT_ROWS, buckets.num_slots), buckets.num_slots, shapes.groups
         self.edit_layout = EditLayout(rows, shapes.pages, slots, shapes.vocab, len(groups))
+        split = SplitVocabulary(rules, shapes.vocab) if rules.size("vocab") > 1 else None
+        sample = functools.partial(sampling.sample, platform=rules.platform)
+        self.greedy, self.sample = (split or sampling).greedy, split.sample if split else sample
+        self.numbers = split or numbers
 
     def layout(self, mixed: bool, size: int) -> StepLayout:
         slots = self.buckets.num_slots
@@ -81,24 +87,21 @@ class Programs:
             mask: jax.Array,
         ) -> tuple[SlotState, jax.Array]:
             slots, output_index = slots[:rows], output_index[:rows]
-            logits = self.logits(params, hidden[:rows], whole=full or logprobs)
-            params_of_rows = jax.tree.map(lambda leaf: leaf[slots], state.params)
+            logits = self.logits(params, hidden[:rows])
             if full:
-                operands = (logits, params_of_rows, state.counts[slots], output_index, mask)
-                tokens, distance = sampling.sample(*operands, platform=shapes.rules.platform)
-                counted = jnp.where(tokens < 0, shapes.vocab, tokens)
+                of_rows = jax.tree.map(lambda leaf: leaf[slots], state.params)
+                operands = (logits, of_rows, state.counts[slots], output_index, mask)
+                tokens, distance = self.sample(*operands)
+                counted = jnp.where(tokens < 0, state.counts.shape[1], tokens)
                 counts = state.counts.at[slots, counted].add(1, mode="drop")
-                state = dataclasses.replace(state, counts=counts)
+                state, out = dataclasses.replace(state, counts=counts), tokens
+                if logprobs:
+                    columns = self.numbers.columns(distance, tokens, of_rows.logprob_ids)
+                    out = jnp.concatenate([tokens[:, None], columns], axis=1)
             else:
-                logits = sampling.allowed(logits, mask)
-                tokens = sampling.argmax(logits)
-                distance = sampling.distances(logits, params_of_rows)
+                out = tokens = self.greedy(logits, mask)
             last_token = state.last_token.at[slots].set(jnp.maximum(tokens, 0))
-            state = dataclasses.replace(state, last_token=last_token)
-            if not logprobs:
-                return state, tokens
-            columns = numbers.columns(distance, tokens, params_of_rows.logprob_ids)
-            return state, jnp.concatenate([tokens[:, None], columns], axis=1)
+            return dataclasses.replace(state, last_token=last_token), out
 
         num_slots = self.buckets.num_slots
         slots, mask = shapes.int32(num_slots), shapes.int32(rows, math.ceil(shapes.vocab / 32))
@@ -107,12 +110,10 @@ class Programs:
         out = (shardings(shapes.state), shapes.replicated)
         return Program(Key("head", rows, full, logprobs), head, arguments, (1,), out)
 
-    def logits(self, params: Sequence[jax.Array], hidden: jax.Array, *, whole: bool) -> jax.Array:
-        """float32 [n, V]; `whole`: every device gets all columns, as the sampler's blocks need."""
-        with jax.named_scope("logits"):
-            named = dict(zip(self.shapes.model.head_params, params, strict=True))
-            logits = self.shapes.model.logits(named, hidden)
-            return self.shapes.rules.constrain(logits, (None, None)) if whole else logits
+    def logits(self, params: Sequence[jax.Array], hidden: jax.Array) -> jax.Array:
+        """float32 [n, V], or as SplitVocabulary takes them."""
+        named = dict(zip(self.shapes.model.head_params, params, strict=True))
+        return self.shapes.model.logits(named, hidden)
 
     def edit(self) -> Program:
         layout, shapes = self.edit_layout, self.shapes
@@ -124,7 +125,7 @@ class Programs:
             rows = SlotState(
                 last_token=jnp.zeros(layout.rows, jnp.int32),
                 page_table=page_table,
-                counts=jnp.zeros((layout.rows, shapes.vocab), jnp.int16),
+                counts=jnp.zeros((layout.rows, state.counts.shape[1]), jnp.int16),
                 params=SlotParams(
                     seed=lax.bitcast_convert_type(fields.seed, jnp.uint32),
                     floats=lax.bitcast_convert_type(fields.floats, jnp.float32),
@@ -179,7 +180,6 @@ def _unpack(
             max_q_len=max_q_len,
         )
         metas.append(meta)
-    known = fields.token_ids >= 0
-    token_ids = jnp.where(known, fields.token_ids, state.last_token[slots])
+    token_ids = jnp.where(fields.token_ids < 0, state.last_token[slots], fields.token_ids)
     state = dataclasses.replace(state, page_table=tables[0], group_tables=tuple(tables[1:]))
     return token_ids, CallContext(metas[0], tuple(metas[1:])), state

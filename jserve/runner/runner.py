@@ -149,9 +149,8 @@ class Runner:
             self._state = recount(self._ready[Key("recount")], self._state, resumed)
 
     def _head(self, flight: InFlight, hidden: Hidden, mask: np.ndarray | None) -> None:
-        plan = flight.plan
-        keys = self._buckets.heads(flight.num_sampled, plan.full_sampler, plan.logprobs)
-        key, head = self._first_ready(keys)
+        variant = flight.plan.full_sampler, flight.plan.logprobs
+        key, head = self._first_ready(self._buckets.heads(flight.num_sampled, *variant))
         allowed = self._no_mask[key.size] if mask is None else pad_mask(mask, key.size)
         rows = (hidden.rows, hidden.slots, hidden.output_index)
         self._state, out = head(self._head_params, self._state, *rows, allowed)

@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jserve.batch import SlotState
@@ -31,9 +30,9 @@ def score_program(programs: Programs, tokens: int) -> Program:
         params: Sequence[jax.Array], logprob_ids: jax.Array, every: jax.Array, packed: jax.Array
     ) -> jax.Array:
         token, target, slot = packed
-        logits = programs.logits(params, every[token], whole=True)
-        distance = jnp.max(logits, axis=1, keepdims=True) - logits
-        return logprobs.columns(distance, target, logprob_ids[slot])
+        numbers = programs.numbers
+        distance = numbers.unscaled(programs.logits(params, every[token]))
+        return numbers.columns(distance, target, logprob_ids[slot])
 
     arguments = (
         shapes.head_params,

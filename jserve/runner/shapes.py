@@ -6,7 +6,7 @@ ShapeDtypeStructs with shardings, nothing allocated; the model is evaluated abst
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -29,6 +29,8 @@ class Model(Protocol):
     def cache(self) -> KVShape: ...
     @property
     def head_params(self) -> tuple[str, ...]: ...
+    @property
+    def vocab_size(self) -> int: ...
 
     def forward(
         self,
@@ -42,7 +44,8 @@ class Model(Protocol):
 
 
 class Shapes:
-    """`hidden` is one row as the model returns it, `pages` what a slot's table holds.
+    """`hidden` is one row as the model returns it, `pages` what a slot's table holds, `vocab` the
+    number of tokens; the logits have more columns where the vocabulary is split.
 
     `num_pages` of the pool, and `group_pages` of its groups' pools, count the trash page.
     """
@@ -71,20 +74,21 @@ class Shapes:
         self.groups, self.group_pages = model.cache.groups, group_pages
         self.kv = pool_spec(model.cache, num_pages, page_size, kv_dtype, rules, group_pages)
         self.pages = math.ceil(context_length / page_size) + 1
-        self.hidden, self.vocab = self._of_model(model)
-        self.state = self._state(num_slots + 1)
+        self.vocab = model.vocab_size
+        self.hidden, columns = self._of_model(model)
+        self.state = self._state(num_slots + 1, columns)
 
     def int32(self, *shape: int) -> Any:
         return self.array(shape, jnp.int32)
 
-    def array(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
+    def array(self, shape: tuple[int, ...], dtype: Any, axes: Sequence[str | None] = ()) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.rules.sharding(axes))
 
     def hidden_rows(self, rows: int) -> Any:
         return self.array((rows, self.hidden.shape[1]), self.hidden.dtype)
 
     def _of_model(self, model: Model) -> tuple[jax.ShapeDtypeStruct, int]:
-        """One hidden row, and the vocabulary size of the model's logits."""
+        """One hidden row, and the number of the logits' columns."""
         one = self.int32(1)
         table, bounds = self.int32(1, self.pages), self.int32(2)
         meta = AttentionMeta(bounds, one, table, one, one, one, bounds, max_q_len=1)
@@ -95,11 +99,11 @@ class Shapes:
         assert logits.dtype == jnp.float32, f"{logits.dtype=}"
         return hidden, logits.shape[1]
 
-    def _state(self, slots: int) -> SlotState:
+    def _state(self, slots: int, columns: int) -> SlotState:
         return SlotState(  # type: ignore[arg-type]
             last_token=self.int32(slots),
             page_table=self.int32(slots, self.pages),
-            counts=self.array((slots, self.vocab), jnp.int16),
+            counts=self.array((slots, columns), jnp.int16, (None, "vocab")),
             params=SlotParams(
                 seed=self.array((slots, 2), jnp.uint32),
                 floats=self.array((slots, 6), jnp.float32),

@@ -45,11 +45,12 @@ class LoadRoutes:
         if form == "prometheus":
             prefix = self._serving.config.server.metrics_prefix
             return Response(_exposition(prefix, load), media_type=CONTENT_TYPE)
+        execution = self._serving.config.execution
         envelope = {
             "timestamp": datetime.datetime.now(datetime.UTC).isoformat(),
             "version": __version__,
             "accelerator": info.get("device", "unknown"),
-            "num_accelerators": self._serving.config.execution.tp_size,
+            "num_accelerators": execution.tp_size * execution.ep_size,
             "loads": [load],
         }
         return json_response(envelope)

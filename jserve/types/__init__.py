@@ -3,6 +3,7 @@ two processes. Pure data; imports neither jax nor any other room but errors.
 """
 
 from jserve.types.grammar import CompiledSpec, GrammarSpec, Thinking
+from jserve.types.latent import LatentConfig
 from jserve.types.logprobs import (
     MAX_LOGPROB_IDS,
     MAX_TOP_LOGPROBS,
@@ -27,6 +28,7 @@ from jserve.types.messages import (
     ToEngine,
 )
 from jserve.types.model import KVShape, ModelConfig, RopeConfig
+from jserve.types.moe import MoEConfig
 from jserve.types.sampling import (
     MAX_LOGIT_BIAS,
     MAX_STOP_STRINGS,
@@ -54,7 +56,9 @@ __all__ = [
     "GenerateRequest",
     "GrammarSpec",
     "KVShape",
+    "LatentConfig",
     "LogprobParams",
+    "MoEConfig",
     "ModelConfig",
     "Name",
     "Output",

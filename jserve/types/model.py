@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from jserve.types.latent import LatentConfig
+from jserve.types.moe import MoEConfig
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RopeConfig:
@@ -48,12 +51,15 @@ class ModelConfig:
     activation: str = "silu"  # silu | gelu_tanh
     attention_scale: float | None = None  # None: head_dim ** -0.5
     attention_soft_cap: float | None = None
+    attention_sinks: bool = False  # a learned logit per query head that takes weight from the keys
     final_soft_cap: float | None = None
     embed_scale: float = 1.0
     dtype: str = "float32"  # the checkpoint's own
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     model_type: str = ""
+    moe: MoEConfig | None = None  # None: every layer is dense
+    latent: LatentConfig | None = None  # None: each KV head has keys and values of its own
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,6 +69,7 @@ class KVShape:
     `num_kv_heads` is the number stored over the whole mesh, replicas for tensor parallelism
     included. `groups` are the layers that are not among `num_layers`: they have pools and page
     tables of their own, because they need a token only while it is within their `window`.
+    With `value_dim` there is one K, whole on every device, and its first columns are the value.
     """
 
     num_layers: int
@@ -70,6 +77,7 @@ class KVShape:
     head_dim: int
     window: int | None = None  # of a group
     groups: tuple[KVShape, ...] = ()
+    value_dim: int | None = None
 
     def places(self, windows: Sequence[int | None]) -> tuple[tuple[int, int], ...]:
         """Of each layer the pool that it lies in, 0 or a group's number from 1, and its place

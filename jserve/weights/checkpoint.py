@@ -20,7 +20,7 @@ import numpy as np
 from huggingface_hub.errors import HFValidationError
 
 from jserve.errors import ConfigError
-from jserve.weights import gguf, gguf_config, hf
+from jserve.weights import gguf, gguf_config, hf, mxfp4
 
 #: Name of the folder inside an Orbax checkpoint that Orbax itself owns.
 ORBAX_FOLDER = "orbax"
@@ -87,6 +87,11 @@ class Checkpoint:
     generation_config: dict[str, Any]
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
+    @property
+    def quantization(self) -> str | None:
+        """How the config says that the tensors are packed."""
+        return (self.hf_config.get("quantization_config") or {}).get("quant_method")
+
     def tensors(self) -> TensorSource:
         """Checks every file's header. Raises WeightError for a truncated one. Of kind safetensors
         or gguf only.
@@ -94,7 +99,8 @@ class Checkpoint:
         if self.kind == "gguf":
             return gguf.GGUFSource(gguf.read_header(self.path))
         assert self.kind == "safetensors", f"{self.kind=} has no files of tensors"
-        return hf.SafetensorsSource(hf.find_shards(self.path))
+        source = hf.SafetensorsSource(hf.find_shards(self.path))
+        return mxfp4.MXFP4Source(source) if self.quantization == "mxfp4" else source
 
 
 def open_checkpoint(model: ModelSource, check: ConfigCheck = lambda _: None) -> Checkpoint:

@@ -57,6 +57,9 @@ class SafetensorsSource:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._tensors[name].shape
 
+    def dtype(self, name: str) -> np.dtype:
+        return self._tensors[name].dtype
+
     def file(self, name: str) -> Path:
         return self._tensors[name].file
 

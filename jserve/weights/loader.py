@@ -68,7 +68,7 @@ def stream_params(
             spec = specs[index]
             if index not in hosts:
                 hosts[index] = np.zeros(spec.shape, np.dtype(jax.numpy.dtype(spec.dtype or dtype)))
-            piece.place(hosts[index], tensor)
+            piece.place(piece.part(hosts[index]), tensor)
             missing[index] -= 1
             if missing[index] == 0:
                 params[spec.path] = _upload(hosts.pop(index), spec, rules, pending)

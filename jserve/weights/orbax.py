@@ -79,7 +79,7 @@ def save_params(
     target.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, np.ndarray] = {}
     for spec in specs:
-        tensors |= take_apart(spec, jax.device_get(params[spec.path]))
+        tensors |= take_apart(spec, jax.device_get(params[spec.path]), tensors)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(target / ORBAX_FOLDER, tensors)
     (target / "config.json").write_text(json.dumps(dict(hf_config), indent=2))
@@ -92,20 +92,26 @@ def save_params(
             shutil.copy(file, target / file.name)
 
 
-def take_apart(spec: WeightSpec, param: np.ndarray) -> dict[str, np.ndarray]:
+def take_apart(
+    spec: WeightSpec, param: np.ndarray, found: Mapping[str, np.ndarray] | None = None
+) -> dict[str, np.ndarray]:
     """The checkpoint tensors that a fused parameter was made of: the inverse of its pieces'
-    `place`.
+    `place`. Those of `found`, which other parameters have parts of, are filled in further.
 
     `place` only moves elements, so running it on element numbers tells where each one went.
     """
     tensors = {}
     for piece in spec.pieces:
+        part = piece.part(param)
         size = int(np.prod(piece.shape, dtype=np.int64))
-        numbers = np.arange(size, dtype=np.int64 if max(size, param.size) >= 2**31 else np.int32)
-        origin = np.full(spec.shape, -1, numbers.dtype)
+        # From 1 on: `place` writes 0 where the layout pads.
+        wide = max(size, part.size) >= 2**31 - 1
+        numbers = np.arange(1, 1 + size, dtype=np.int64 if wide else np.int32)
+        origin = np.zeros(part.shape, numbers.dtype)
         piece.place(origin, numbers.reshape(piece.shape))
-        placed = origin >= 0
-        tensor = np.zeros(size, param.dtype)
-        tensor[origin[placed]] = param[placed]
+        placed = origin > 0
+        known = (found or {}).get(piece.name)
+        tensor = np.zeros(size, param.dtype) if known is None else known.reshape(-1)
+        tensor[origin[placed] - 1] = part[placed]
         tensors[piece.name] = tensor.reshape(piece.shape)
     return tensors

@@ -19,12 +19,17 @@ class Piece:
 
     `name` is the Hugging Face tensor name, `shape` what the file must hold; `place(target, tensor)`
     writes the tensor into the host array of the whole parameter (fusing, transposing, replicating
-    or padding as the layout needs).
+    or padding as the layout needs); with `entry`, into that entry of its first axis, an expert's.
     """
 
     name: str
     shape: tuple[int, ...]
     place: Callable[[np.ndarray, np.ndarray], None]
+    entry: int | None = None
+
+    def part(self, param: np.ndarray) -> np.ndarray:
+        """What `place` writes into: a view of the parameter."""
+        return param if self.entry is None else param[self.entry]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

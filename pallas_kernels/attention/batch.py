@@ -35,12 +35,14 @@ class KVLayer:
     """One layer's view of a flat pool: the whole pool and the layer's first page.
 
     Split layout (GPU, CPU): k and v are [L · pages, page, K, D]. Fused layout (TPU): k is [L ·
-    pages, page, 2 · K, D] with K at even and V at odd heads, v is None.
+    pages, page, 2 · K, D] with K at even and V at odd heads, v is None. Latent layout: k is [L ·
+    pages, page, 1, D], v is None; a token's value are the first `value_dim` columns of its key.
     """
 
     k: jax.Array
     v: jax.Array | None
     first_page: jax.Array  # int32 scalar = layer · pages
+    value_dim: int | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 def interleave_heads(k: jax.Array, v: jax.Array) -> jax.Array:

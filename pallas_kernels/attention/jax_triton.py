@@ -33,8 +33,6 @@ def attention(
     """
     if kv_layer.v is None:
         raise NotImplementedError("jax_triton reads the split KV layout only")
-    if sinks is not None:
-        raise NotImplementedError("jax_triton has no attention sinks")
     if kv_layer.k.shape[3] != q.shape[2]:
         raise NotImplementedError(
             f"jax_triton needs a pool of q's head_dim: {q.shape=} {kv_layer.k.shape=}"
@@ -57,14 +55,16 @@ def attention(
         "WINDOW": window or 0,
         "SOFT_CAP": soft_cap or 0.0,
     }
-    if meta.max_q_len == 1:
-        return _decode(q, kv_layer, meta, triton_kernels, jax_triton.triton_call, settings)
-    return _prefill(q, kv_layer, meta, triton_kernels, jax_triton.triton_call, settings)
+    # A sink of −∞ has no weight.
+    sinks = jnp.full(heads, -jnp.inf) if sinks is None else sinks.astype(jnp.float32)
+    serve = _decode if meta.max_q_len == 1 else _prefill
+    return serve(q, kv_layer, sinks, meta, triton_kernels, jax_triton.triton_call, settings)
 
 
 def _decode(
     q: jax.Array,
     kv_layer: KVLayer,
+    sinks: jax.Array,  # [H] float32
     meta: AttentionMeta,
     kernels: Any,
     call: Any,
@@ -92,13 +92,14 @@ def _decode(
         PRECISION=_precision(q),
         **settings,
     )
-    combined = combine_splits(*out).astype(q.dtype)[:tokens]
+    combined = combine_splits(*out, sinks=sinks).astype(q.dtype)[:tokens]
     return jnp.pad(combined, ((0, tokens - combined.shape[0]), (0, 0), (0, 0)))
 
 
 def _prefill(
     q: jax.Array,
     kv_layer: KVLayer,
+    sinks: jax.Array,  # [H] float32
     meta: AttentionMeta,
     kernels: Any,
     call: Any,
@@ -112,6 +113,7 @@ def _prefill(
     query_block = max(1, (min(sizes["queries"], 64) if float32 else sizes["queries"]) // padded)
     out = call(
         *_inputs(q, kv_layer, meta),
+        sinks,
         kernel=kernels.ragged_prefill,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         grid=(tokens // query_block + rows, kv_heads),

@@ -27,7 +27,7 @@ def attention(
     sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of a ragged batch over a fused pool. Returns [T, H, D] in q's dtype."""
-    if kv_layer.v is not None:
+    if kv_layer.v is not None or kv_layer.value_dim is not None:
         raise NotImplementedError("mosaic_tpu reads the fused KV layout only")
     if sinks is not None:
         raise NotImplementedError("mosaic_tpu has no attention sinks")

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -26,12 +25,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.attention import pallas_triton_latent
 from pallas_kernels.attention.batch import AttentionMeta, KVLayer
+from pallas_kernels.attention.pallas_blocks import LOG2E, MASKED, dot, locate
 from pallas_kernels.attention.tuning import block_sizes
 from pallas_kernels.float8 import loaded
 
-MASKED = -1e30  # finite, so that a block without visible keys yields no NaN
-LOG2E = math.log2(math.e)
 Sizes = Callable[..., dict[str, int]]  # as tuning.block_sizes
 
 
@@ -46,6 +45,7 @@ class Spec:
     scale: float
     window: int | None
     soft_cap: float | None
+    sinks: bool  # heads have one; their logits [H] are then an input of what normalises
     block: int  # tokens of a KV block, a power of two
 
     @property
@@ -68,7 +68,8 @@ def attention(
     out: jax.Array | None = None,
     shorter_than: int | None = None,
 ) -> jax.Array:
-    """Attention of a ragged batch over a split pool. Returns [T, H, D] in q's dtype.
+    """Attention of a ragged batch over a split pool, or, in kernels of its own, over a latent one.
+    Returns [T, H, D of values] in q's dtype.
 
     Sums are float32, and float32 inputs are multiplied in full precision, not tf32.
 
@@ -78,29 +79,36 @@ def attention(
         out: of ragged rows, a result that has the rows of at least `shorter_than` new tokens
             filled in already, and 0 for padding.
     """
+    if kv_layer.value_dim is not None:
+        if window is not None or soft_cap is not None or sinks is not None:
+            raise NotImplementedError("the latent kernel has no window, soft cap or sinks")
+        how = {"scale": scale, "interpret": interpret, "sizes": sizes}
+        return pallas_triton_latent.attention(q, kv_layer, meta, **how)
     if kv_layer.v is None:
-        raise NotImplementedError("pallas_triton reads the split KV layout only")
-    if sinks is not None:
-        raise NotImplementedError("pallas_triton has no attention sinks")
+        raise NotImplementedError("pallas_triton reads the split and the latent KV layout only")
     tokens, heads, head_dim = q.shape
     _, page_size, kv_heads, pool_dim = kv_layer.k.shape
     if head_dim < 16 or pool_dim != head_dim:
         raise NotImplementedError(
             f"pallas_triton needs head_dim ≥ 16, the pool's own: {head_dim=} {pool_dim=}"
         )
-    spec = Spec(heads, kv_heads, head_dim, page_size, scale, window, soft_cap, block=0)
+    logits = () if sinks is None else (sinks.astype(jnp.float32),)
+    spec = Spec(
+        heads, kv_heads, head_dim, page_size, scale, window, soft_cap, sinks=bool(logits), block=0
+    )
     if meta.max_q_len == 1 and tokens == meta.kv_lens.shape[0]:
-        return _decode(None, q, kv_layer, meta, spec, sizes, interpret)
+        return _decode(None, q, kv_layer, logits, meta, spec, sizes, interpret)
     out = jnp.zeros_like(q) if out is None else out
     if meta.max_q_len is None:
-        out = _prefill(out, q, kv_layer, meta, spec, sizes, interpret, shorter_than)
-    return _decode(out, q, kv_layer, meta, spec, sizes, interpret)
+        out = _prefill(out, q, kv_layer, logits, meta, spec, sizes, interpret, shorter_than)
+    return _decode(out, q, kv_layer, logits, meta, spec, sizes, interpret)
 
 
 def _decode(
     out: jax.Array | None,
     q: jax.Array,
     kv_layer: KVLayer,
+    sinks: tuple[jax.Array, ...],  # [H], if any
     meta: AttentionMeta,
     spec: Spec,
     sizes: Sizes,
@@ -122,6 +130,7 @@ def _decode(
     result = jax.ShapeDtypeStruct(q.shape, q.dtype)
     before = () if out is None else (out,)
     if splits == 1:
+        inputs = (*inputs, *sinks)
         return pl.pallas_call(
             kernel,
             grid=grid,
@@ -143,15 +152,16 @@ def _decode(
         interpret=interpret,
         name="flash_decode",
     )(*inputs)
+    inputs = (meta.distribution, *parts, *sinks)
     return pl.pallas_call(
         functools.partial(_join_kernel, spec=spec, **serve),
         grid=(spec.heads, rows),
         out_shape=result,
-        input_output_aliases={4: 0} if before else {},
+        input_output_aliases={len(inputs): 0} if before else {},
         compiler_params=plgpu.CompilerParams(num_warps=2, num_stages=1),
         interpret=interpret,
         name="join_splits",
-    )(meta.distribution, *parts, *before)
+    )(*inputs, *before)
 
 
 def _decode_kernel(
@@ -162,16 +172,16 @@ def _decode_kernel(
     q_ref: Any,  # [T, H, D]
     k_ref: Any,  # [slots, K, D]
     v_ref: Any,
-    # one split: out [T, H, D], twice if aliased; else [R, splits, H, D], and maximum and total
-    # [R, splits, H]
-    *out_refs: Any,
+    # one split: sinks [H] if any, and out [T, H, D], twice if aliased; else [R, splits, H, D], and
+    # maximum and total [R, splits, H]
+    *refs: Any,
     spec: Spec,
     splits: int,
     last_row: int,  # index in distribution of the number of rows to serve
     every_row: bool,  # the others' results are 0; else they are left alone
 ) -> None:
     head, row, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    arguments = (first_page_ref[0], table_ref, q_ref, k_ref, v_ref, out_refs, spec, splits)
+    arguments = (first_page_ref[0], table_ref, q_ref, k_ref, v_ref, refs, spec, splits)
     real = row < distribution_ref[last_row]
     kv_len = jnp.where(real, kv_lens_ref[row], 0)
     if every_row:
@@ -190,7 +200,7 @@ def _decode_split(
     q_ref: Any,
     k_ref: Any,
     v_ref: Any,
-    out_refs: tuple[Any, ...],
+    refs: tuple[Any, ...],
     spec: Spec,
     splits: int,
 ) -> None:
@@ -215,13 +225,14 @@ def _decode_split(
 
     weighted, maximum, total = lax.fori_loop(first, last, one_block, _empty(padded, spec))
     if splits == 1:
+        total = _with_sink(total, maximum, refs[0][heads]) if spec.sinks else total
         result = weighted / jnp.maximum(total, 1e-30)[:, None]
-        _store_rows(out_refs[-1], (jnp.broadcast_to(row, heads.shape), heads), result, spec)
+        _store_rows(refs[-1], (jnp.broadcast_to(row, heads.shape), heads), result, spec)
         return
     at = (jnp.broadcast_to(row, heads.shape), jnp.broadcast_to(split, heads.shape), heads)
-    _store_rows(out_refs[0], at, weighted, spec)
-    out_refs[1][at] = maximum
-    out_refs[2][at] = total
+    _store_rows(refs[0], at, weighted, spec)
+    refs[1][at] = maximum
+    refs[2][at] = total
 
 
 def _join_kernel(
@@ -229,7 +240,7 @@ def _join_kernel(
     weighted_ref: Any,  # [R, splits, H, D]
     maximum_ref: Any,  # [R, splits, H]
     total_ref: Any,
-    *out_refs: Any,  # [T, H, D], twice if aliased
+    *refs: Any,  # sinks [H] if any; out [T, H, D], twice if aliased
     spec: Spec,
     splits: int,
     last_row: int,
@@ -243,11 +254,14 @@ def _join_kernel(
         split = jnp.minimum(lane, splits - 1)
         at = (jnp.broadcast_to(row, split.shape), split, jnp.broadcast_to(head, split.shape))
         maximum = maximum_ref[at]
-        share = jnp.where(lane < splits, jnp.exp2(maximum - jnp.max(maximum, axis=0)), 0.0)
-        total = jnp.maximum(jnp.sum(total_ref[at] * share, axis=0), 1e-30)
-        result = jnp.sum(_load_rows(weighted_ref, at, spec) * (share / total)[:, None], axis=0)
+        largest = jnp.max(maximum, axis=0)
+        share = jnp.where(lane < splits, jnp.exp2(maximum - largest), 0.0)
+        total = jnp.sum(total_ref[at] * share, axis=0)
+        total = _with_sink(total, largest, refs[0][head]) if spec.sinks else total
+        share /= jnp.maximum(total, 1e-30)
+        result = jnp.sum(_load_rows(weighted_ref, at, spec) * share[:, None], axis=0)
         one = jnp.zeros((1,), jnp.int32)
-        _store_rows(out_refs[-1], (one + row, one + head), result[None, :], spec)
+        _store_rows(refs[-1], (one + row, one + head), result[None, :], spec)
 
     if every_row:
         join()
@@ -259,6 +273,7 @@ def _prefill(
     out: jax.Array,
     q: jax.Array,
     kv_layer: KVLayer,
+    sinks: tuple[jax.Array, ...],  # [H], if any
     meta: AttentionMeta,
     spec: Spec,
     sizes: Sizes,
@@ -278,7 +293,7 @@ def _prefill(
         ),
         grid=(tokens // query_block + rows, spec.kv_heads),
         out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),
-        input_output_aliases={8: 0},
+        input_output_aliases={8 + len(sinks): 0},
         compiler_params=plgpu.CompilerParams(num_warps=tuned["warps"], num_stages=tuned["stages"]),
         interpret=interpret,
         name="ragged_prefill",
@@ -290,6 +305,7 @@ def _prefill(
         meta.kv_lens,
         q,
         *_slots(kv_layer),
+        *sinks,
         out,
     )
 
@@ -303,16 +319,14 @@ def _prefill_kernel(
     q_ref: Any,  # [T, H, D]
     k_ref: Any,  # [slots, K, D]
     v_ref: Any,
-    _: Any,  # the buffer that out_ref aliases
-    out_ref: Any,  # [T, H, D]
-    *,
+    *refs: Any,  # sinks [H] if any; the buffer that out aliases, and out [T, H, D]
     spec: Spec,
     query_block: int,
     shorter_than: int | None,
 ) -> None:
     # The last tiles of a row are its longest: the first programs take them.
     tile, head = pl.num_programs(0) - 1 - pl.program_id(0), pl.program_id(1)
-    row, offset = _locate(cu_q_lens_ref, tile, query_block)
+    row, offset = locate(cu_q_lens_ref, tile, query_block)
     start = cu_q_lens_ref[row]
     q_len = cu_q_lens_ref[row + 1] - start
     first_page = first_page_ref[0]
@@ -356,24 +370,11 @@ def _prefill_kernel(
             whole = (position + 1) // spec.block
             state = lax.fori_loop(first, whole, functools.partial(one_block, masked=False), state)
             first = whole
-        weighted, _, total = lax.fori_loop(
+        weighted, maximum, total = lax.fori_loop(
             first, pl.cdiv(end, spec.block), functools.partial(one_block, masked=True), state
         )
-        _store_rows(out_ref, at, weighted / total[:, None], spec)
-
-
-def _locate(cu_q_lens_ref: Any, tile: jax.Array, query_block: int) -> tuple[jax.Array, jax.Array]:
-    """Row of a tile, and the row's query that it begins with (beyond the row's end for a spare
-    tile).
-
-    Row r's tiles begin at cu_q_lens[r] // query_block + r: rows never share a tile, and no scan is
-    needed.
-    """
-    rows = cu_q_lens_ref.shape[0] - 1
-    lane = jnp.arange(pl.next_power_of_2(max(rows, 2)))
-    first_tile = cu_q_lens_ref[jnp.minimum(lane, rows)] // query_block + lane
-    row = jnp.sum(((first_tile <= tile) & (lane < rows)).astype(jnp.int32)) - 1
-    return row, (tile - cu_q_lens_ref[row] // query_block - row) * query_block
+        total = _with_sink(total, maximum, refs[0][heads]) if spec.sinks else total
+        _store_rows(refs[-1], at, weighted / total[:, None], spec)
 
 
 def _load_block(
@@ -405,7 +406,7 @@ def _accumulate(
 ) -> tuple[jax.Array, ...]:
     """One step of the online softmax, in base 2."""
     weighted, maximum, total = state
-    scores = _dot(query, keys.astype(query.dtype).T)
+    scores = dot(query, keys.astype(query.dtype).T)
     if spec.soft_cap is None:
         scores = scores * (spec.scale * LOG2E)
     else:
@@ -417,13 +418,15 @@ def _accumulate(
     shrink = jnp.exp2(maximum - new_maximum)
     total = total * shrink + jnp.sum(weights, axis=1)
     values = values.astype(query.dtype)
-    weighted = weighted * shrink[:, None] + _dot(weights.astype(query.dtype), values)
+    weighted = weighted * shrink[:, None] + dot(weights.astype(query.dtype), values)
     return weighted, new_maximum, total
 
 
-def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
+def _with_sink(total: jax.Array, maximum: jax.Array, sink: jax.Array) -> jax.Array:
+    """The weights' sum with that of a key of logit `sink` and no value. Where the sink outweighs
+    all keys beyond float32 it is infinite, and the result 0 as it should be.
+    """
+    return total + jnp.exp2(sink * LOG2E - maximum)
 
 
 def _empty(queries: int, spec: Spec) -> tuple[jax.Array, ...]:

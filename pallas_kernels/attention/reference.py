@@ -23,8 +23,8 @@ def attention(
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Attention of each token over its row's pages; reads both pool layouts. Returns [T, H, D] in
-    q's dtype.
+    """Attention of each token over its row's pages; reads every pool layout. Returns [T, H, D] in
+    q's dtype, D of the values.
     """
     heads, head_dim = q.shape[1:]
     rows, pages_per_row = meta.page_table.shape
@@ -52,10 +52,8 @@ def attention(
             sink = sinks.astype(jnp.float32).reshape(*grouped.shape[:2], 1)
             scores = jnp.concatenate([scores, sink], axis=-1)
         weights = jax.nn.softmax(scores, axis=-1)[..., : len(key_positions)]
-        out = jnp.einsum("kgs,skd->kgd", weights, values, precision="highest").reshape(
-            heads, head_dim
-        )
-        return jnp.where(row < rows, out, 0.0)
+        out = jnp.einsum("kgs,skd->kgd", weights, values, precision="highest")
+        return jnp.where(row < rows, out.reshape(heads, -1), 0.0)
 
     return jax.lax.map(one_token, (q, meta.token_rows, meta.positions)).astype(q.dtype)
 
@@ -63,6 +61,8 @@ def attention(
 def _gather(kv_layer: KVLayer, pages: jax.Array, head_dim: int) -> tuple[jax.Array, jax.Array]:
     """Keys and values [S, K, D] of `pages`, in order."""
     k = kv_layer.k[pages].reshape(-1, *kv_layer.k.shape[2:])[..., :head_dim]
+    if kv_layer.value_dim is not None:
+        return k, k[..., : kv_layer.value_dim]
     if kv_layer.v is None:
         return k[:, 0::2], k[:, 1::2]
     v = kv_layer.v[pages].reshape(-1, *kv_layer.v.shape[2:])[..., :head_dim]

@@ -120,6 +120,7 @@ def ragged_prefill(
     q_ptr,
     k_ptr,
     v_ptr,
+    sinks_ptr,  # [H]
     out_ptr,  # [T, H, D]
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -191,5 +192,8 @@ def ragged_prefill(
         added = tl.dot(weights.to(query.dtype), values, input_precision=PRECISION)
         weighted = weighted * shrink[:, None] + added
         maximum = new_maximum
+    # Infinite where it outweighs every key beyond float32: the result is 0.
+    sink = tl.load(sinks_ptr + heads, mask=group_lane < GROUP, other=0.0)
+    total += tl.exp2(sink * LOG2E - maximum)
     result = weighted / tl.maximum(total, 1e-30)[:, None]
     tl.store(out_ptr + at, result.to(query.dtype), mask=mask)

@@ -62,9 +62,9 @@ def attention(
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Attention of a ragged batch over a split pool. Returns [T, H, D] in q's dtype."""
-    if kv_layer.v is None:
-        raise NotImplementedError("xla reads the split KV layout only")
+    """Attention of a ragged batch over a split or latent pool: [T, H, D of values] in q's dtype."""
+    if kv_layer.v is None and kv_layer.value_dim is None:
+        raise NotImplementedError("xla reads the split and the latent KV layout only")
     tokens, heads, head_dim = q.shape
     kv_heads = kv_layer.k.shape[2]
     if sinks is not None:
@@ -81,7 +81,7 @@ def attention(
     out = _decode(grouped, context, num_decode, group)
     if not decode_only:
         out = _prefill(out, grouped, context, query_block)
-    return out[:tokens].reshape(tokens, heads, head_dim).astype(q.dtype)
+    return out[:tokens].reshape(tokens, heads, -1)[..., : kv_layer.value_dim].astype(q.dtype)
 
 
 def _decode(q: jax.Array, context: Context, num_decode: jax.Array, group: int) -> jax.Array:
@@ -220,7 +220,7 @@ def _over_blocks(
 def _gather(
     kv_layer: KVLayer, pages: jax.Array, block: jax.Array, block_pages: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Keys and values [r, n, K, D] in float32; columns past the table repeat its last one."""
+    """Keys and values [r, n, K, D] in float32, a latent as both; past the table its end repeats."""
     column = jnp.minimum(block * block_pages + jnp.arange(block_pages), pages.shape[1] - 1)
     taken = pages[:, column] + kv_layer.first_page
 
@@ -230,5 +230,5 @@ def _gather(
         wide = loaded(rows, jnp.float32) if rows.dtype.itemsize == 1 else rows.astype(jnp.float32)
         return wide.reshape(len(pages), -1, *pool.shape[2:])
 
-    assert kv_layer.v is not None
-    return take(kv_layer.k), take(kv_layer.v)
+    keys = take(kv_layer.k)
+    return keys, keys if kv_layer.v is None else take(kv_layer.v)

@@ -1,0 +1,178 @@
+"""A mixture of experts in place of a feed-forward layer: which experts a token gets, what they
+compute, and what is added to it. Where they live is sharding/experts.py's.
+
+Legend: T tokens, C hidden size, E experts, k experts of a token, F intermediate size of one, S
+shards of it. Columns of gate and up lie as in mlp.py, for each expert.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jserve.layers.linear import Linear, contract
+from jserve.layers.mlp import ACTIVATIONS, GatedMLP
+from jserve.types import MoEConfig
+from pallas_kernels.routing import sort_by_expert, top_k
+from sharding.experts import apply_experts, weighted_sum
+from sharding.rules import Rules
+
+#: Axes of the experts' parameters: gate and up [E, C, 2F], down [E, F, C], and their biases.
+GATE_UP_AXES = ("expert", None, "expert_mlp")
+DOWN_AXES = ("expert", "expert_mlp", None)
+GATE_UP_BIAS_AXES = ("expert", "expert_mlp")
+
+
+def _swiglu_oai(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """gpt-oss: both are bounded, and up is shifted by one."""
+    gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
+    return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1.0)
+
+
+#: What MoEConfig.activation names: of gate and up.
+GATED: Mapping[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "silu": lambda gate, up: ACTIVATIONS["silu"](gate) * up,
+    "gelu_tanh": lambda gate, up: ACTIVATIONS["gelu_tanh"](gate) * up,
+    "swiglu_oai": _swiglu_oai,
+}
+
+
+class Router(nnx.Module):
+    """`weight` [C, E]; `bias` [E] is added to the logits, `score_bias` float32 [E] to what the
+    choice is made by."""
+
+    def __init__(
+        self,
+        weight: nnx.Param,
+        bias: nnx.Param | None,
+        score_bias: nnx.Param | None,
+        config: MoEConfig,
+        rules: Rules,
+    ) -> None:
+        self.weight, self.bias, self.score_bias = weight, bias, score_bias
+        self.config, self.rules = config, rules
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """[T, C] → float32 weights [T, k] and int32 experts [T, k]."""
+        logits = contract(x, self.weight[...], axis=0, out_dtype=jnp.dtype(jnp.float32))
+        if self.bias is not None:
+            logits = logits + self.bias[...].astype(jnp.float32)[None, :]
+        score_bias = None if self.score_bias is None else self.score_bias[...]
+        whole = self.rules.spec(())
+        choose = functools.partial(route, config=self.config, platform=self.rules.platform)
+        # Each device chooses for itself: the compiler cannot split a kernel.
+        return jax.shard_map(
+            choose, mesh=self.rules.mesh, in_specs=whole, out_specs=whole, check_vma=False
+        )(logits, score_bias)
+
+
+class MoE(nnx.Module):
+    """`matmul` is grouped_matmul of pallas_kernels.gmm with this layer's static arguments. `down`'s
+    bias [E, C] is added behind the sum over devices, once."""
+
+    def __init__(
+        self,
+        router: Router,
+        gate_up: nnx.Param,
+        down: nnx.Param,
+        gate_up_bias: nnx.Param | None,
+        down_bias: nnx.Param | None,
+        shared: GatedMLP | None,
+        shared_gate: Linear | None,
+        *,
+        activation: str,
+        matmul: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+        rules: Rules,
+    ) -> None:
+        self.router, self.gate_up, self.down = router, gate_up, down
+        self.gate_up_bias, self.down_bias = gate_up_bias, down_bias
+        self.shared, self.shared_gate = shared, shared_gate
+        self.activation, self.matmul, self.rules = activation, matmul, rules
+
+    def __call__(self, x: jax.Array) -> jax.Array:  # [T, C] → [T, C]
+        with jax.named_scope("router"):
+            weights, ids = self.router(x)
+        params, axes = [self.gate_up[...], self.down[...]], [GATE_UP_AXES, DOWN_AXES]
+        if self.gate_up_bias is not None:
+            params.append(self.gate_up_bias[...])
+            axes.append(GATE_UP_BIAS_AXES)
+        with jax.named_scope("experts"):
+            y = apply_experts(self._compute, x, weights, ids, params, axes, self.rules)
+        if self.down_bias is not None:
+            y = y + _mix(weights, ids, self.down_bias[...]).astype(x.dtype)
+        if self.shared is not None:
+            with jax.named_scope("shared"):
+                y = y + self._shared(x, self.shared)
+        return y
+
+    def _compute(
+        self,
+        x: jax.Array,  # [T, C]
+        weights: jax.Array,
+        ids: jax.Array,
+        gate_up: jax.Array,
+        down: jax.Array,
+        bias: jax.Array | None = None,
+    ) -> jax.Array:  # [T, C]
+        """What one device's experts, or its slices of them, make of tokens; as sharding.experts'
+        Compute."""
+        platform = self.rules.platform
+        tokens, places, sizes = sort_by_expert(ids, len(gate_up), platform=platform)
+        wide = self.matmul(x[tokens], gate_up, sizes)
+        if bias is not None:
+            ends, order = jnp.cumsum(sizes), jnp.arange(len(wide))
+            experts = jnp.sum(order[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)
+            wide = wide + jnp.take(bias, experts, axis=0, mode="clip")
+        gate, up = jnp.split(wide, 2, axis=1)
+        rows = self.matmul(GATED[self.activation](gate, up), down, sizes)
+        return weighted_sum(rows, places, weights)
+
+    def _shared(self, x: jax.Array, shared: GatedMLP) -> jax.Array:
+        y = shared(x)
+        return y if self.shared_gate is None else jax.nn.sigmoid(self.shared_gate(x)) * y
+
+
+def route(
+    logits: jax.Array,
+    score_bias: jax.Array | None,
+    *,
+    config: MoEConfig,
+    platform: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """float32 weights and int32 experts, both [T, k], of float32 logits [T, E]."""
+    best = functools.partial(top_k, count=config.top_k, platform=platform)
+    if config.scoring == "softmax_topk":
+        top, ids = best(logits)
+        weights = jax.nn.softmax(top, axis=-1)
+    else:
+        score = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}[config.scoring]
+        scores = score(logits)
+        choice = scores if score_bias is None else scores + score_bias[None, :]
+        _, ids = best(_in_best_groups(choice, config))
+        weights = jnp.take_along_axis(scores, ids, axis=1)
+    if config.renormalize:
+        weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + 1e-20)
+    return weights * config.scale, ids
+
+
+def _in_best_groups(choice: jax.Array, config: MoEConfig) -> jax.Array:
+    """`choice` [T, E] with −inf for the experts of the other groups."""
+    if config.num_groups == 1:
+        return choice
+    groups = choice.reshape(len(choice), config.num_groups, -1)
+    counted = {"max": 1, "top2_sum": 2}[config.group_by]
+    worth = jnp.sum(jax.lax.top_k(groups, counted)[0], axis=-1)
+    _, best = jax.lax.top_k(worth, config.top_groups)
+    chosen = jnp.any(best[:, :, None] == jnp.arange(config.num_groups)[None, None, :], axis=1)
+    return jnp.where(chosen[:, :, None], groups, -jnp.inf).reshape(choice.shape)
+
+
+def _mix(weights: jax.Array, ids: jax.Array, rows: jax.Array) -> jax.Array:
+    """float32 [T, C]: each token's weighted sum of its experts' rows [E, C]."""
+    chosen = ids[:, :, None] == jnp.arange(len(rows))[None, None, :]
+    dense = jnp.sum(jnp.where(chosen, weights[:, :, None], 0.0), axis=1)  # [T, E]
+    return contract(dense, rows.astype(jnp.float32), axis=0, out_dtype=jnp.dtype(jnp.float32))

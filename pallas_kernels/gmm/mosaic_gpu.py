@@ -1,0 +1,257 @@
+"""The grouped matmul for Hopper where arithmetic is the time (Pallas, Mosaic GPU backend).
+
+A tile is TILE consecutive rows times `columns` columns of one group's matrix, and each
+multiprocessor takes every n-th of them. There the third warpgroup copies rows and matrix to shared
+memory with the copy engine, ahead into the next tile; the other two multiply half of the rows each.
+
+The copy engine wants rows from a multiple of ALIGN on, so a group's first tile may begin with rows
+of the group before it: what they yield is not stored. A half of which all rows are stored goes out
+by blocks, another one row by row, in powers of two.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+HALF = 64  # rows of one warpgroup
+TILE = 2 * HALF
+ALIGN = 8  # rows
+DEPTH = 64  # of one step
+CHUNK = 32  # columns that are stored at once by blocks
+LINE = 64  # and row by row: 128 bytes, at whose multiples in shared memory a copy may begin
+LEAST_ROWS = 64  # a group, on average; with fewer, reading the matrices is the time
+ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage] -- public, but not re-exported
+
+
+def matmul(
+    x: jax.Array,  # [M, I]
+    weights: jax.Array,  # [G, I, O]
+    group_sizes: jax.Array,  # [G]
+    *,
+    out_dtype: jnp.dtype,
+) -> jax.Array:
+    """[M, O].
+
+    Raises NotImplementedError for what needs another kernel: other chips than Hopper's, types but
+    bfloat16, few rows a group, sizes that the tiles do not divide.
+    """
+    device, (rows, width), (groups, _, out_width) = jax.devices()[0], x.shape, weights.shape
+    if device.platform != "gpu" or device.compute_capability != "9.0":
+        raise NotImplementedError(f"mosaic_gpu needs a Hopper GPU, not {device.device_kind}")
+    if not x.dtype == weights.dtype == out_dtype == jnp.bfloat16:
+        raise NotImplementedError(f"mosaic_gpu needs bfloat16: {x.dtype=} {weights.dtype=}")
+    if rows < max(TILE, LEAST_ROWS * groups) or rows % ALIGN or width % DEPTH or out_width % 128:
+        raise NotImplementedError(f"mosaic_gpu cannot tile {rows=} {groups=} {width=} {out_width=}")
+    return run(x, weights, group_sizes, processors=device.core_count)
+
+
+def run(
+    x: jax.Array, weights: jax.Array, group_sizes: jax.Array, *, processors: int, stages: int = 4
+) -> jax.Array:
+    """As matmul, of sizes that fit."""
+    rows, out_width = x.shape[0], weights.shape[2]
+    columns = 256 if out_width % 256 == 0 else 128
+    transforms = (plgpu.TilingTransform((ALIGN, DEPTH)), plgpu.SwizzleTransform(2 * DEPTH))
+    narrow = (plgpu.TilingTransform((ALIGN, CHUNK)), plgpu.SwizzleTransform(2 * CHUNK))
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, columns=columns, stages=stages, processors=processors),
+        out_type=jax.ShapeDtypeStruct((rows, out_width), x.dtype),
+        grid=(processors,),
+        grid_names=("processor",),
+        num_threads=3,
+        thread_name="warpgroup",
+        scratch_types=[
+            plgpu.SMEM((stages, TILE, DEPTH), x.dtype, transforms=transforms),
+            plgpu.SMEM((stages, DEPTH, columns), x.dtype, transforms=transforms),
+            plgpu.SMEM((2, 2, HALF, CHUNK), x.dtype, transforms=narrow),
+            plgpu.SMEM((2, HALF, LINE), x.dtype),
+            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        ],
+        kernel_name="mosaic_grouped_matmul",
+    )
+    return kernel(_tiles(group_sizes, rows), x, weights)
+
+
+def _tiles(group_sizes: jax.Array, num_rows: int) -> jax.Array:
+    """int32 [tiles + 1, 4]: group (G for rows that belong to none), first row, and the first and
+    the end of the rows to store; at the end how many tiles there are.
+    """
+    sizes = jnp.append(group_sizes, num_rows - jnp.sum(group_sizes))
+    part = jnp.arange(sizes.shape[0], dtype=jnp.int32)
+    # Groups are few: a masked sum is one launch where a prefix sum is several.
+    before = part[None, :] < part[:, None]
+    starts = jnp.sum(jnp.where(before, sizes[None, :], 0), axis=1)
+    firsts = starts // ALIGN * ALIGN
+    counts = jnp.where(sizes > 0, -(-(starts + sizes - firsts) // TILE), 0)
+    ends = jnp.sum(jnp.where(before | (part[None, :] == part[:, None]), counts[None, :], 0), axis=1)
+    parts = min(num_rows, len(part))
+    tile = jnp.arange(parts + (num_rows + (ALIGN - 1) * parts) // TILE, dtype=jnp.int32)
+    of = jnp.sum(tile[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)
+    of = jnp.minimum(of, len(part) - 1)
+    first = firsts[of] + (tile - (ends - counts)[of]) * TILE
+    begin, end = jnp.maximum(first, starts[of]), jnp.minimum(first + TILE, (starts + sizes)[of])
+    table = jnp.stack([of, jnp.minimum(first, num_rows - TILE), begin, end], axis=1)
+    return jnp.concatenate([table, jnp.broadcast_to(ends[-1], (1, 4))])
+
+
+def _kernel(
+    tiles_ref: Any,  # [tiles + 1, 4]
+    x_ref: Any,  # [M, I]
+    weights_ref: Any,  # [G, I, O]
+    out_ref: Any,  # [M, O]
+    x_smem: Any,  # [stages, TILE, DEPTH]
+    weights_smem: Any,  # [stages, DEPTH, columns]
+    block_smem: Any,  # [2, 2, HALF, CHUNK]
+    rows_smem: Any,  # [2, HALF, LINE]
+    ready: Any,
+    free: Any,
+    *,
+    columns: int,
+    stages: int,
+    processors: int,
+) -> None:
+    processor, warpgroup = lax.axis_index("processor"), lax.axis_index("warpgroup")
+    groups, width, out_width = weights_ref.shape
+    across = out_width // columns
+    total = tiles_ref[tiles_ref.shape[0] - 1, 0] * across
+    num_own = lax.div(total - processor + (processors - 1), jnp.int32(processors))
+
+    def extent(index: jax.Array) -> tuple[jax.Array, ...]:
+        """Group, first row, rows to store, first column and steps of this processor's tile."""
+        number = index * processors + processor
+        tile = lax.div(number, jnp.int32(across))
+        group, first, begin, end = (tiles_ref[tile, c] for c in range(4))
+        steps = jnp.where(group < groups, width // DEPTH, 0)
+        return group, first, begin, end, (number - tile * across) * columns, steps
+
+    @pl.when(warpgroup < 2)
+    def _compute() -> None:
+        plgpu.set_max_registers(232, action="increase")
+
+        def one_tile(index: jax.Array, step: jax.Array) -> jax.Array:
+            _, first, begin, end, column, steps = extent(index)
+            own = first + warpgroup * HALF
+            begin, end = jnp.maximum(begin, own), jnp.minimum(end, own + HALF)
+            live = jnp.where(begin < end, steps, 0)
+
+            def multiply(acc_ref: Any) -> jax.Array:
+                def one_step(i: jax.Array, _: None) -> None:
+                    slot = lax.rem(step + i, jnp.int32(stages))
+                    plgpu.barrier_wait(ready.at[slot])
+                    mine = x_smem.at[slot, pl.ds(warpgroup * HALF, HALF)]
+                    plgpu.wgmma(acc_ref, mine, weights_smem.at[slot])
+                    plgpu.wgmma_wait(1)
+
+                    @pl.when(i > 0)
+                    def _free() -> None:
+                        plgpu.barrier_arrive(free.at[lax.rem(step + i - 1, jnp.int32(stages))])
+
+                lax.fori_loop(0, live, one_step, None)
+                return acc_ref[...]
+
+            result = pl.run_scoped(multiply, ACC((HALF, columns)))
+
+            @pl.when(live > 0)
+            def _free() -> None:
+                plgpu.barrier_arrive(free.at[lax.rem(step + live - 1, jnp.int32(stages))])
+
+            def pass_step(i: jax.Array, _: None) -> None:
+                """Of the other warpgroup's rows."""
+                slot = lax.rem(step + i, jnp.int32(stages))
+                plgpu.barrier_wait(ready.at[slot])
+                plgpu.barrier_arrive(free.at[slot])
+
+            lax.fori_loop(live, steps, pass_step, None)
+            _store(
+                result.astype(out_ref.dtype), out_ref, block_smem.at[warpgroup],
+                rows_smem.at[warpgroup], own, begin, end, column,
+            )  # fmt: skip
+            return step + steps
+
+        lax.fori_loop(0, num_own, one_tile, processor * 0)
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(warpgroup == 2)
+    def _copy() -> None:
+        plgpu.set_max_registers(40, action="decrease")
+
+        def one_tile(index: jax.Array, step: jax.Array) -> jax.Array:
+            group, first, _, _, column, steps = extent(index)
+            rows = pl.ds(pl.multiple_of(first, ALIGN), TILE)
+
+            @pl.loop(0, steps)
+            def _step(i: jax.Array) -> None:
+                now = step + i
+                slot = lax.rem(now, jnp.int32(stages))
+
+                @pl.when(now >= stages)
+                def _wait() -> None:
+                    plgpu.barrier_wait(free.at[slot])
+
+                depth = pl.ds(i * DEPTH, DEPTH)
+                plgpu.copy_gmem_to_smem(x_ref.at[rows, depth], x_smem.at[slot], ready.at[slot])
+                plgpu.copy_gmem_to_smem(
+                    weights_ref.at[group, depth, pl.ds(column, columns)],
+                    weights_smem.at[slot],
+                    ready.at[slot],
+                )
+
+            return step + steps
+
+        steps = lax.fori_loop(0, num_own, one_tile, processor * 0)
+        for slot in range(stages):  # a barrier ends with every phase of it seen
+            pl.when(slot < steps)(functools.partial(plgpu.barrier_wait, free.at[slot]))
+
+
+def _store(
+    result: jax.Array,  # [HALF, columns]
+    out_ref: Any,
+    blocks: Any,  # [2, HALF, CHUNK], in the copy engine's blocks of ALIGN rows
+    plain: Any,  # [HALF, LINE]
+    own: jax.Array,  # row that the first of `result` is
+    begin: jax.Array,  # rows to store
+    end: jax.Array,
+    column: jax.Array,
+) -> None:
+    """Blocks are written in turns, and the last two may still be on their way afterwards."""
+    count = end - begin
+
+    def parts(width: int) -> list[tuple[jax.Array, Any]]:
+        return [
+            (result[:, at : at + width], pl.ds(column + at, width))
+            for at in range(0, result.shape[1], width)
+        ]
+
+    @pl.when(count == HALF)
+    def _whole() -> None:
+        rows = pl.ds(pl.multiple_of(own, ALIGN), HALF)
+        for turn, (part, columns) in enumerate(parts(CHUNK)):
+            block = blocks.at[turn % 2]
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            block[...] = part
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(block, out_ref.at[rows, columns])
+
+    @pl.when((count > 0) & (count < HALF))
+    def _by_rows() -> None:
+        for part, columns in parts(LINE):
+            plain[...] = part
+            plgpu.commit_smem()
+            at = begin
+            for size in (32, 16, 8, 4, 2, 1):
+
+                @pl.when((count & size) > 0)
+                def _rows(at: jax.Array = at, size: int = size, columns: Any = columns) -> None:
+                    target = out_ref.at[pl.ds(at, size), columns]
+                    plgpu.copy_smem_to_gmem(plain.at[pl.ds(at - own, size)], target)
+
+                at = at + (count & size)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -1,0 +1,151 @@
+"""The two small steps between a router and its experts: the best of each row, and the order of
+assignments by expert. On GPUs a step with few tokens is bound by how many kernels it launches;
+XLA takes several for either, sorts among them, and one of these does.
+
+Legend: T tokens, E experts, k experts of a token, M = T · k assignments. Knows nothing of scores,
+weights or devices.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.dispatch import dispatch
+
+_ORDERS = {"cpu": ("xla",), "gpu": ("pallas_triton", "xla"), "tpu": ("xla",)}
+# Of assignments that one program of the kernel looks through; behind it a sort is faster.
+_MOST_ORDERED = 4096
+# XLA: up to so many, ranks by comparing all with all are one kernel less than a scatter.
+_MOST_COMPARED = 2048
+_MOST_WIDE = 1024  # columns that one warp keeps in registers
+
+
+class Sorted(NamedTuple):
+    """Assignments in the experts' order, each expert's in the tokens'."""
+
+    tokens: jax.Array  # int32[M] whose row comes where
+    places: jax.Array  # int32[T, k] where each assignment's row is
+    sizes: jax.Array  # int32[E]
+
+
+def top_k(
+    x: jax.Array, count: int, *, implementation: str | None = None, platform: str | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """The `count` largest of each row of float32 [T, E], the largest first, and int32 of their
+    columns; of equal ones the first. Rows hold no NaN."""
+    calls = {
+        "xla": lambda: jax.lax.top_k(x, count),
+        "pallas_triton": lambda: _top_k_triton(x, count, interpret=False),
+        "pallas_triton_interpret": lambda: _top_k_triton(x, count, interpret=True),
+    }
+    return dispatch(calls, _ORDERS, name=implementation, platform=platform)
+
+
+def sort_by_expert(
+    ids: jax.Array,
+    num_experts: int,
+    *,
+    implementation: str | None = None,
+    platform: str | None = None,
+) -> Sorted:
+    """Of `ids` int32[T, k] in [0, E]; E is nobody's and comes last."""
+    assert (num_experts + 1) * ids.size < 2**31, f"{num_experts=} {ids.shape=}"
+    calls = {
+        "xla": lambda: _sort_xla(ids, num_experts),
+        "pallas_triton": lambda: _sort_triton(ids, num_experts, interpret=False),
+        "pallas_triton_interpret": lambda: _sort_triton(ids, num_experts, interpret=True),
+    }
+    return dispatch(calls, _ORDERS, name=implementation, platform=platform)
+
+
+def _sort_xla(ids: jax.Array, num_experts: int) -> Sorted:
+    flat, total = ids.reshape(-1), ids.size
+    index = jnp.arange(total, dtype=jnp.int32)
+    keys = flat * total + index
+    order = jnp.sort(keys) % total
+    if total <= _MOST_COMPARED:
+        places = jnp.sum(keys[None, :] < keys[:, None], axis=1, dtype=jnp.int32)
+    else:
+        places = jnp.zeros(total, jnp.int32).at[order].set(index, unique_indices=True)
+    experts = jnp.arange(num_experts, dtype=jnp.int32)
+    sizes = jnp.sum(flat[:, None] == experts[None, :], axis=0, dtype=jnp.int32)
+    return Sorted(order // ids.shape[1], places.reshape(ids.shape), sizes)
+
+
+def _top_k_triton(x: jax.Array, count: int, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    rows, columns = x.shape
+    if columns > _MOST_WIDE or columns & (columns - 1):
+        raise NotImplementedError(f"{columns} columns: a power of two up to {_MOST_WIDE} is served")
+    padded = pl.next_power_of_2(count)
+    values, ids = pl.pallas_call(
+        functools.partial(_top_k_kernel, count=count),
+        grid=(rows,),
+        out_shape=(
+            jax.ShapeDtypeStruct((rows, padded), jnp.float32),
+            jax.ShapeDtypeStruct((rows, padded), jnp.int32),
+        ),
+        compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
+        interpret=interpret,
+        name="top_k",
+    )(x)
+    return values[:, :count], ids[:, :count]
+
+
+def _top_k_kernel(x_ref: Any, values_ref: Any, ids_ref: Any, *, count: int) -> None:
+    """One row: `count` times the largest that is left."""
+    row, columns, padded = pl.program_id(0), x_ref.shape[1], values_ref.shape[1]
+    index, column = jnp.arange(padded), jnp.arange(columns)
+    left = x_ref[row, :]
+    values, ids = jnp.zeros(padded, jnp.float32), jnp.zeros(padded, jnp.int32)
+    taken = jnp.zeros(columns, jnp.bool_)
+    for i in range(count):
+        best = jnp.max(jnp.where(taken, -jnp.inf, left))
+        # A row of −inf has its columns taken in order.
+        first = jnp.min(jnp.where(~taken & (left == best), column, columns - 1))
+        values = jnp.where(index == i, best, values)
+        ids = jnp.where(index == i, first, ids)
+        taken |= column == first
+    values_ref[row, :] = values
+    ids_ref[row, :] = ids
+
+
+def _sort_triton(ids: jax.Array, num_experts: int, *, interpret: bool) -> Sorted:
+    total = ids.size
+    if total > _MOST_ORDERED:
+        raise NotImplementedError(f"{total} assignments: up to {_MOST_ORDERED} are served")
+    padded = max(16, pl.next_power_of_2(total))
+    # Behind the assignments, those of no program at all.
+    flat = jnp.pad(ids.reshape(-1), (0, padded - total), constant_values=num_experts + 1)
+    tokens, places, sizes = pl.pallas_call(
+        functools.partial(_sort_kernel, top_k=ids.shape[1]),
+        grid=(num_experts + 1,),
+        out_shape=(
+            jax.ShapeDtypeStruct((padded + 1,), jnp.int32),  # the last is written in vain
+            jax.ShapeDtypeStruct((padded + 1,), jnp.int32),
+            jax.ShapeDtypeStruct((num_experts + 1,), jnp.int32),
+        ),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="sort_by_expert",
+    )(flat)
+    return Sorted(tokens[:total], places[:total].reshape(ids.shape), sizes[:num_experts])
+
+
+def _sort_kernel(
+    ids_ref: Any, tokens_ref: Any, places_ref: Any, sizes_ref: Any, *, top_k: int
+) -> None:
+    """One expert: where its rows begin, and in which order they come."""
+    expert, padded = pl.program_id(0), ids_ref.shape[0]
+    index, ids = jnp.arange(padded), ids_ref[...]
+    mine = ids == expert
+    before = jnp.sum((ids < expert).astype(jnp.int32))
+    place = before + jnp.cumsum(mine.astype(jnp.int32)) - 1
+    tokens_ref[jnp.where(mine, place, padded)] = index // top_k
+    places_ref[jnp.where(mine, index, padded)] = place
+    sizes_ref[expert] = jnp.sum(mine.astype(jnp.int32))
