@@ -9,16 +9,19 @@ import subprocess
 import sys
 import typing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import jserve.lang as sgl
+from jserve.lang.ir import Expr, Select
 from jserve.lang.sampling import Sampling, SamplingArguments
 
 pytestmark = [
     pytest.mark.timeout(60),
     pytest.mark.filterwarnings("ignore::jserve.lang.ProgramWarning"),
 ]
+untyped: Any = sgl  # for what a type checker would refuse
 
 
 @pytest.fixture
@@ -75,6 +78,41 @@ def test_what_is_added_already_is_not_added_again(make, add):
     assert program.run(backend=make({"a": "A"})).text() == "USER:x\n"
     program.trace()
     assert len(held) == 2
+
+
+@pytest.mark.parametrize(
+    "add",
+    [
+        lambda s: s.user(),
+        lambda s: s.user(None),
+        lambda s: s.var_scope("v"),
+        lambda s: (s.assistant(), s.__iadd__("more")),
+        lambda s: (s.system(), s.user("x")),
+        lambda s: (s.user(), s.user().__enter__()),
+    ],
+)
+def test_a_block_without_with_is_told_with_its_line(make, add):
+    @sgl.function
+    def program(s):
+        s += "q"
+        add(s)
+
+    told = r"test_lang_mistakes.py:\d+, .*`with s\.user\(\):`"
+    with pytest.raises(sgl.ExpressionError, match=told):
+        program.run(backend=make())
+
+
+def test_blocks_that_are_entered_are_fine_in_every_order(make):
+    @sgl.function
+    def program(s):
+        with s.user(), s.var_scope("v"):
+            s += "x"
+        branches = s.fork(2)
+        with branches[0].assistant():
+            branches[0].__iadd__("a")
+        branches.join()
+
+    assert program.run(backend=make())["v"] == "x"
 
 
 # Expressions are no text.
@@ -151,7 +189,9 @@ def test_a_stream_of_a_variable_that_is_no_text_is_refused(make):
         (lambda: sgl.gen("x", stop=[""]), "stop must be non-empty strings"),
         (lambda: sgl.gen("x", stop_regex="("), "stop_regex"),
         (lambda: sgl.gen("x", return_logprob=True, top_logprobs_num=99), "top_logprobs_num must"),
-        (lambda: sgl.gen("x", regex="a(?=b)"), "Failed to compile regex grammar: "),
+        (lambda: untyped.gen("x", return_logprob="x"), "return_logprob must be true or false"),
+        (lambda: untyped.gen("x", logprob_start_len="x"), "logprob_start_len must be an integer"),
+        (lambda: sgl.gen("x", top_logprobs_num=-1), "top_logprobs_num must be in [0, "),
         (lambda: sgl.gen("x", json_schema="{"), "Failed to compile json_schema grammar: "),
         (lambda: sgl.gen("x", json_schema={"not": {}}), "Failed to compile json_schema grammar: "),
         (lambda: sgl.select("x", ["a"], temperature=0.5), "select needs temperature 0, got 0.5"),
@@ -189,6 +229,130 @@ def test_a_script_answers_only_what_the_grammar_of_an_engine_allows(make, expr, 
 
     assert program.run(backend=make({"x": good}))["x"] == good
     assert f"{bad!r}, does not match its" in str(program.run(backend=make({"x": bad})).error())
+
+
+@pytest.mark.parametrize(
+    ("expr", "script", "kept", "reason"),
+    [
+        (lambda: sgl.gen("x", regex="[a-z]{8}", stop="e"), "abcdefgh", "abcd", "e"),
+        (lambda: sgl.gen("x", regex="[a-z]{8}", stop="e"), "abcde", "abcd", "e"),
+        (lambda: sgl.gen("x", regex="[a-z]{8}", stop="e"), "abcd", "abcd", "e"),
+        (lambda: sgl.gen("x", regex="[a-z]{8}", stop="e"), "abcd3fgh", None, None),
+        (lambda: sgl.gen("x", regex="[a-d]{8}", stop="e"), "abcd", None, None),
+        (lambda: sgl.gen("x", regex="[a-z]{8}", stop_regex="[ef]"), "abcdefgh", "abcd", "[ef]"),
+        (lambda: sgl.gen("x", stop_regex=["x+", r"\d\d"]), "a 1 b 22 c", "a 1 b ", r"\d\d"),
+        (lambda: sgl.gen("x", regex="[a-z]{8}", max_tokens=3), "abc", "abc", "length"),
+        (lambda: sgl.gen("x", regex="[a-z]{8}", max_tokens=4), "abc", None, None),
+        (lambda: sgl.gen_string("x", stop="b"), '"abc"', '"a', "b"),
+        (lambda: sgl.gen_int("x"), "12 apples", "12", " "),
+        (lambda: sgl.gen("x", regex="[a-z]{8}"), "abc", None, None),
+    ],
+)
+def test_a_script_may_answer_what_a_stop_or_the_limit_cuts(make, expr, script, kept, reason):
+    @sgl.function
+    def program(s):
+        s += "q" + expr()
+
+    state = program.run(backend=make({"x": script}))
+    if kept is None:
+        assert f"{script!r}, does not match its regex" in str(state.error())
+        return
+    assert state.error() is None and state["x"] == kept and state.text() == "q" + kept
+    finish = state.get_meta_info("x")["finish_reason"]
+    assert reason in (finish.get("matched"), finish["type"]), finish
+
+
+# Expressions that cannot be written so.
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("regex", "a"),
+        ("json_schema", {}),
+        ("dtype", int),
+        ("n", 2),
+        ("stop", "a"),
+        ("max_tokens", 3),
+        ("min_tokens", 1),
+        ("return_logprob", True),
+        ("top_p", 0.5),
+    ],
+)
+def test_choices_say_which_parameter_cannot_go_with_them(field, value):
+    with pytest.raises(sgl.ExpressionError, match=f"^gen: {field} cannot go with choices"):
+        untyped.gen("x", choices=["a", "b"], **{field: value})
+
+
+def test_n_of_a_run_is_for_its_gens_and_a_select_has_one_answer(make):
+    @sgl.function
+    def program(s):
+        s += "q" + sgl.gen("x") + sgl.select("y", ["a", "b"])
+
+    state = program.run(n=2, backend=make({"x": ["1", "2"]}))
+    assert state["x"] == ["1", "2"] and state["y"] == "a" and state.text() == "q1a"
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("pattern", [r"\u{41}", r"\p{L}", r"\cA", "(?<n>a)", "[a&&b]"])
+def test_a_regex_is_what_the_server_takes_not_what_python_does(pattern):
+    assert isinstance(sgl.gen("x", regex=pattern), Expr)
+
+
+@pytest.mark.parametrize("pattern", ["(", "a(?=b)", "[z-a]", r"(a)\1"])
+def test_a_regex_that_no_server_takes_is_refused_at_its_line(pattern):
+    with pytest.raises(sgl.ExpressionError, match=r"^gen: regex .* cannot be used: .* at position"):
+        sgl.gen("x", regex=pattern)
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (lambda: untyped.gen("x", regex=3), "regex must be a text, got 3"),
+        (lambda: untyped.gen("x", json_schema=3), "json_schema must be a dict or text, got 3"),
+        (lambda: untyped.gen("x", stop=3), "stop must be a text or a list of texts, got 3"),
+        (lambda: untyped.gen("x", stop=[3]), "stop must be a text or a list of texts"),
+        (lambda: untyped.gen("x", stop_regex=3), "stop_regex must be a text or a list of texts"),
+        (lambda: untyped.gen("x", stop_token_ids=3), "stop_token_ids must be a list of token ids"),
+        (
+            lambda: untyped.gen("x", stop_token_ids="3"),
+            "stop_token_ids must be a list of token ids",
+        ),
+        (lambda: untyped.gen("x", choices_method=sgl.greedy_token_selection), "needs choices"),
+        (lambda: untyped.select("x", (c for c in ())), "select needs a list of texts"),
+        (lambda: untyped.TestBackend({"x": 3}), r"the answer for 'x' must be a text, .* got 3"),
+        (lambda: untyped.TestBackend({"x": ["a", 3]}), "the answer for 'x' must be a text"),
+        (lambda: untyped.TestBackend(3), "TestBackend: answers must be a dict"),
+        (lambda: untyped.set_default_backend(3), r"backend=3 is none: pass an Engine"),
+    ],
+)
+def test_what_is_of_a_wrong_kind_is_told_by_name(write, message):
+    with pytest.raises(sgl.ExpressionError, match=message):
+        write()
+
+
+def test_arguments_of_a_run_and_a_fork_are_told_by_name_too(make):
+    @sgl.function
+    def program(s, size):
+        s.fork(size)
+
+    with pytest.raises(sgl.ExpressionError, match="stop must be a text or a list of texts"):
+        program.run(1, backend=make(), stop=3)
+    with pytest.raises(sgl.ExpressionError, match="fork: size must be >= 1 and an integer"):
+        program.run("2", backend=make())
+
+
+def test_choices_may_come_from_a_generator():
+    one = sgl.select("x", (c for c in "ab"))
+    assert isinstance(one, Select) and one.choices == ("a", "b")
+
+
+def test_a_function_of_a_script_that_gives_no_text_is_told(make):
+    @sgl.function
+    def program(s):
+        s += "q" + sgl.gen("x")
+
+    assert "x must give a text, got 3" in str(program.run(backend=make({"x": lambda _: 3})).error())
 
 
 def test_what_openais_api_cannot_say_is_refused_before_it_is_asked():

@@ -31,10 +31,12 @@ USAGE = {
 
 
 class Scripted:
-    """Chat answers tell how many messages came; completions follow the bias."""
+    """Chat answers tell how many messages came; completions follow the bias. `end` is how answers
+    end."""
 
     def __init__(self):
         self.requests = []
+        self.end = {"finish_reason": "stop"}
         routes = [
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.completions, methods=["POST"]),
@@ -49,13 +51,15 @@ class Scripted:
         text = f"{len(body['messages'])} messages"
         if not body.get("stream"):
             message = {"role": "assistant", "content": text}
-            choice = {"index": 0, "message": message, "finish_reason": "stop"}
+            choice = {"index": 0, "message": message, **self.end}
             return JSONResponse({"choices": [choice] * body["n"], "usage": USAGE})
 
         async def events():
             for word in (text[:1], text[1:]):
                 choice = {"index": 0, "delta": {"content": word}, "finish_reason": None}
                 yield f"data: {json.dumps({'choices': [choice]})}\n\n"
+            last = {"index": 0, "delta": {}, **self.end}
+            yield f"data: {json.dumps({'choices': [last]})}\n\n"
             yield f"data: {json.dumps({'choices': [], 'usage': USAGE})}\n\n"
             yield "data: [DONE]\n\n"
 
@@ -66,7 +70,10 @@ class Scripted:
         self.requests.append(body)
         biased = [int(token) for token in body.get("logit_bias", {})]
         text = chr(max(biased)) if biased else f"<{body['prompt'][-3:]}>"
-        return JSONResponse({"choices": [{"text": text, "finish_reason": "stop"}], "usage": USAGE})
+        if body.get("stream"):
+            choice = {"choices": [{"text": text, **self.end}]}
+            return StreamingResponse([f"data: {json.dumps(choice)}\n\n", "data: [DONE]\n\n"])
+        return JSONResponse({"choices": [{"text": text, **self.end}], "usage": USAGE})
 
 
 @pytest.fixture
@@ -160,6 +167,38 @@ def test_what_the_api_refuses_is_told(open_backend):
     state = talk.run(backend=open_backend("missing"))
     assert "POST /chat/completions → 404" in str(state.error())
     assert "no such model" in str(state.error())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("model", ["gpt-4", "x-instruct"])
+@pytest.mark.parametrize(
+    ("end", "message"),
+    [
+        ({"finish_reason": "abort", "abort_message": "Out of memory."}, "aborted: Out of memory."),
+        ({"finish_reason": "abort"}, "aborted: no reason given"),
+        ({"finish_reason": "content_filter"}, "content filter ended the answer"),
+    ],
+)
+def test_an_answer_that_was_broken_off_is_an_error(
+    server, open_backend, end, message, model, stream
+):
+    server.end = end
+    state = talk.run(backend=open_backend(model), stream=stream)
+    error = state.error()
+    assert isinstance(error, sgl.ProgramError) and message in str(error), error
+    with pytest.raises(sgl.ProgramError, match="gen\\('a'\\)"):
+        _ = state["a"]
+    assert len(server.requests) == 1
+
+
+def test_a_select_that_was_broken_off_is_an_error(server, open_backend):
+    @sgl.function
+    def program(s):
+        s += "Pick " + sgl.select("x", ["red", "rose"])
+
+    server.end = {"finish_reason": "abort", "abort_message": "Gone."}
+    backend = open_backend("x-instruct", encode=lambda text: list(text.encode()))
+    assert "aborted: Gone." in str(program.run(backend=backend).error())
 
 
 def test_n_answers_are_a_list(open_backend):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from jserve.grammar.backend import GrammarError
+from jserve.grammar.regex_syntax import whole_match
 from jserve.lang import choices as methods
 from jserve.lang import ir
 from jserve.lang.choices import ChoicesMethod
@@ -45,14 +46,11 @@ def gen(
 
     Args:
         dtype: int, float, bool or str (in quotes): text of that form; it wins over `regex`.
-        choices: as `select`.
+        choices: as `select`; only temperature and choices_method go with it.
         regex, json_schema: the text matches it; a schema may be a dict.
 
-    Raises re.error for a pattern that is none, DtypeError, ExpressionError.
+    Raises DtypeError, ExpressionError.
     """
-    if choices is not None:
-        return select(name, choices, temperature or 0.0, choices_method or _DEFAULT_METHOD)
-    _check_syntax(dtype, regex, json_schema)
     sampling = Sampling(
         max_new_tokens=max_tokens,
         min_new_tokens=min_tokens,
@@ -75,18 +73,45 @@ def gen(
         regex=regex,
         json_schema=json_schema,
     )
+    if choices is not None:
+        return _chosen(name, choices, choices_method, sampling)
+    _check_forms(sampling, choices_method)
     return ir.Gen(name, sampling, caller())
 
 
-def _check_syntax(dtype: Any, regex: str | None, json_schema: Any) -> None:
-    if regex is not None:
-        re.compile(regex)
-    if dtype is not None:
-        kind = dtype_name(dtype)
-        if regex is not None:
-            warnings.warn(f"gen: dtype {kind} wins over regex", stacklevel=3)
-    if json_schema is not None and (regex is not None or dtype is not None):
+#: Sampling parameters that gen calls otherwise.
+_OWN_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+
+
+def _chosen(
+    name: str | None, choices: Sequence[str], method: ChoicesMethod | None, sampling: Sampling
+) -> ir.Expr:
+    """gen with choices. Nothing is generated, so what says how would go unheard."""
+    if dropped := [one for one in sampling.said() if one != "temperature"]:
+        lost = ", ".join(_OWN_NAMES.get(one, one) for one in dropped)
+        raise ExpressionError(
+            f"gen: {lost} cannot go with choices, which are only scored; leave one of them out."
+        )
+    return select(name, choices, sampling.temperature or 0.0, method or _DEFAULT_METHOD)
+
+
+def _check_forms(sampling: Sampling, method: ChoicesMethod | None) -> None:
+    """One at most, a regex by the rules of the server's own grammars."""
+    if method is not None:
+        raise ExpressionError("gen: choices_method needs choices.")
+    if sampling.json_schema is not None and not sampling.dtype is sampling.regex is None:
         raise ExpressionError("gen: give json_schema, or regex or dtype, not both.")
+    if sampling.dtype is not None and sampling.regex is not None:
+        kind = dtype_name(sampling.dtype)
+        warnings.warn(f"gen: dtype {kind} wins over regex", stacklevel=3)
+    elif sampling.dtype is not None:
+        dtype_name(sampling.dtype)
+    if sampling.regex is not None:
+        try:
+            whole_match(sampling.regex)
+        except (GrammarError, RecursionError) as error:
+            message = f"gen: regex {sampling.regex!r} cannot be used: {error}."
+            raise ExpressionError(message) from None
 
 
 def gen_int(name: str | None = None, max_tokens: int | None = None, **sampling: Any) -> ir.Expr:
@@ -112,19 +137,22 @@ def _typed(
 
 def select(
     name: str | None = None,
-    choices: Sequence[str] | None = None,
+    choices: Iterable[str] | None = None,
     temperature: float = 0.0,
     choices_method: ChoicesMethod = methods.token_length_normalized,
 ) -> ir.Expr:
     """The likeliest of `choices`, as variable `name`. Raises ExpressionError without choices."""
-    if not choices or isinstance(choices, str) or not all(isinstance(c, str) for c in choices):
+    given: tuple[str, ...] = ()
+    if isinstance(choices, Iterable) and not isinstance(choices, str):
+        given = tuple(choices)  # once: it may be a generator
+    if not given or not all(isinstance(one, str) for one in given):
         raise ExpressionError(f"select needs a list of texts as choices, got {choices!r}.")
     if not isinstance(choices_method, ChoicesMethod):
         names = (
             "token_length_normalized, greedy_token_selection, unconditional_likelihood_normalized"
         )
         raise ExpressionError(f"choices_method must be one of {names}, got {choices_method!r}.")
-    return ir.Select(name, tuple(choices), temperature, choices_method, caller())
+    return ir.Select(name, given, temperature, choices_method, caller())
 
 
 _DEFAULT_METHOD = methods.token_length_normalized

@@ -15,7 +15,13 @@ from jserve.lang.settings import global_config
 
 @functools.singledispatch
 def as_backend(given: Any) -> Backend:
-    """A backend as it is; an Engine or a Runtime as the backend that programs run on."""
+    """A backend as it is; an Engine or a Runtime as the backend that programs run on. Raises
+    ExpressionError for what is none."""
+    if not isinstance(given, Backend):
+        raise ExpressionError(
+            f"backend={given!r} is none: pass an Engine, a Runtime, RuntimeEndpoint(url), "
+            "OpenAI(model) or TestBackend(answers)."
+        )
     return given
 
 

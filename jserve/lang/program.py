@@ -280,6 +280,7 @@ class SglFunction:
         try:
             try:
                 state.ret_value = self.func(state, **arguments)
+                state.check_blocks()
             except Exception as error:  # the user's code may raise anything
                 failure = error
                 executor.fail(error)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypedDict
 
-from jserve.lang.errors import DtypeError
+from jserve.lang.errors import DtypeError, ExpressionError
 
 #: Regex of each dtype, by the names that gen takes.
 _REGEX = {
@@ -49,9 +49,18 @@ class SamplingArguments(TypedDict, total=False):
     json_schema: str | Mapping[str, Any] | None
 
 
+def _check_list(name: str, value: Any, kind: type, words: str) -> None:
+    """Raises ExpressionError for neither None nor a list of that kind (for texts: or one alone)."""
+    if value is None or (kind is str and isinstance(value, str)):
+        return
+    if not isinstance(value, Collection) or not all(isinstance(one, kind) for one in value):
+        raise ExpressionError(f"{name} must be {words}, got {value!r}.")
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """None: not said here. `DEFAULTS` says the rest."""
+    """None: not said here. `DEFAULTS` says the rest. Raises ExpressionError for what has not the
+    form that `resolved` reads; a value that the server can judge is left to it."""
 
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
@@ -73,6 +82,15 @@ class Sampling:
     dtype: str | type | None = None
     regex: str | None = None
     json_schema: str | Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("stop", "stop_regex"):
+            _check_list(name, getattr(self, name), str, "a text or a list of texts")
+        _check_list("stop_token_ids", self.stop_token_ids, int, "a list of token ids")
+        if not isinstance(self.regex, str | None):
+            raise ExpressionError(f"regex must be a text, got {self.regex!r}.")
+        if not isinstance(self.json_schema, str | Mapping | None):
+            raise ExpressionError(f"json_schema must be a dict or text, got {self.json_schema!r}.")
 
     def over(self, base: Sampling) -> Sampling:
         """What is said here, and the rest of `base`."""

@@ -16,6 +16,7 @@ from jserve.lang.errors import ExpressionError
 from jserve.lang.executor import StreamExecutor
 from jserve.lang.record import Step, all_steps, total_usage
 from jserve.lang.said import said_again
+from jserve.lang.site import caller
 
 _JOINS = ("gather_variable", "concate_and_append")
 
@@ -27,10 +28,12 @@ class ProgramState:
     def __init__(self, executor: StreamExecutor) -> None:
         self.stream_executor = executor
         self._returned: Any = None
+        self._block: Bracket | None = None  # the last one that was made here
 
     def __iadd__(self, other: ir.Addable) -> ProgramState:
         if other is None:
             raise ExpressionError("s += takes text or an expression, got None.")
+        self.check_blocks()
         self.stream_executor.submit(other)
         return self
 
@@ -40,7 +43,7 @@ class ProgramState:
     def system(self, expr: ir.Addable) -> ir.Said: ...
     def system(self, expr: ir.Addable | None = None) -> ir.Said | Bracket:
         """`s.system(x)` adds a system message; `with s.system():` one of what is added inside."""
-        return role(self, "system", expr)
+        return self._watched(role(self, "system", expr))
 
     @overload
     def user(self, expr: None = None) -> Bracket: ...
@@ -48,7 +51,7 @@ class ProgramState:
     def user(self, expr: ir.Addable) -> ir.Said: ...
     def user(self, expr: ir.Addable | None = None) -> ir.Said | Bracket:
         """As `system`, a user's message."""
-        return role(self, "user", expr)
+        return self._watched(role(self, "user", expr))
 
     @overload
     def assistant(self, expr: None = None) -> Bracket: ...
@@ -56,18 +59,32 @@ class ProgramState:
     def assistant(self, expr: ir.Addable) -> ir.Said: ...
     def assistant(self, expr: ir.Addable | None = None) -> ir.Said | Bracket:
         """As `system`, an assistant's message, usually with a gen in it."""
-        return role(self, "assistant", expr)
+        return self._watched(role(self, "assistant", expr))
 
     def var_scope(self, name: str) -> Bracket:
         """`with s.var_scope("x"):` the text added inside is variable x."""
-        return Bracket(self, ir.ScopeBegin(name), ir.ScopeEnd(name))
+        return self._watched(Bracket(self, ir.ScopeBegin(name), ir.ScopeEnd(name)))
+
+    def check_blocks(self) -> None:
+        """Raises ExpressionError where s.user() stood without `with`: it would add nothing."""
+        block, self._block = self._block, None
+        if block is not None and not block.entered:
+            raise ExpressionError(
+                f"{block.site}: s.user(), s.user(None) and their like add nothing by themselves: "
+                "write `with s.user():` around what the message holds, or s.user(text)."
+            )
+
+    def _watched(self, made: Any) -> Any:
+        self.check_blocks()
+        self._block = made if isinstance(made, Bracket) else None
+        return made
 
     def fork(self, size: int = 1, position_ids_offset: Sequence[int] | None = None) -> Branches:
         """`size` branches that go on from here at the same time."""
         if position_ids_offset is not None:
             raise ExpressionError("fork: position_ids_offset is not supported.")
-        if size < 1:
-            raise ExpressionError(f"fork: size must be >= 1, got {size}.")
+        if not isinstance(size, int) or size < 1:
+            raise ExpressionError(f"fork: size must be >= 1 and an integer, got {size!r}.")
         return Branches([ProgramState(one) for one in self.stream_executor.fork(size)], self)
 
     def copy(self) -> Copy:
@@ -172,8 +189,10 @@ class Bracket:
 
     def __init__(self, state: Any, begin: ir.Expr, end: ir.Expr) -> None:
         self._state, self._begin, self._end = state, begin, end
+        self.entered, self.site = False, caller()
 
     def __enter__(self) -> None:
+        self.entered = True
         self._state += self._begin
 
     def __exit__(
@@ -214,6 +233,8 @@ class Branches:
         if mode not in _JOINS:
             raise ExpressionError(f"join: mode must be one of {', '.join(_JOINS)}, got {mode!r}.")
         executors = [state.stream_executor for state in self._states]
+        for state in self._states:
+            state.check_blocks()
         for executor in executors:
             executor.end()
         for executor in executors:

@@ -2,7 +2,7 @@
 
 Owns the state that a traced function gets in place of a ProgramState, and the text that every run
 begins with. Arguments that are not known, and generated values, cannot be looked into; a trace ends
-where a function tries.
+where a function tries, or where it goes on beyond its bounds (bounds.py).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from jserve.lang import ir
 from jserve.lang.backends.base import Backend
 from jserve.lang.board import Board
+from jserve.lang.bounds import Bounds
 from jserve.lang.errors import ExpressionError
 from jserve.lang.named_templates import named_template
 from jserve.lang.record import Step
@@ -24,6 +25,8 @@ from jserve.lang.state import Bracket, each, role
 from jserve.lang.transcript import Transcript
 
 _T = TypeVar("_T")
+#: Operations of a program that are traced: for its picture, and for the text that all runs share.
+MOST_SHOWN, MOST_SHARED = 1_000, 10_000
 _CURRENT: contextvars.ContextVar[TracerProgramState | None] = contextvars.ContextVar(
     "jserve_lang_tracer", default=None
 )
@@ -50,18 +53,20 @@ def trace(
     prefix_only: bool = False,
 ) -> TracerProgramState:
     """Call `func` with a tracer. With `prefix_only` as far as its text is constant."""
-    board = Board()
-    tracer = TracerProgramState(_Templates(backend), Transcript(board), prefix_only)
-    token = _CURRENT.set(tracer)
-    try:
+    bounds = Bounds(MOST_SHARED if prefix_only else MOST_SHOWN)
+    tracer = TracerProgramState(_Templates(backend), Transcript(Board()), bounds, prefix_only)
+
+    def call() -> None:
+        _CURRENT.set(tracer)
         tracer.ret_value = func(tracer, **arguments)
-    except _Enough:
-        pass
+
+    try:
+        bounds.run(call)
     except Exception as error:  # users' code meets values that are none: anything may come of it
         why = f"{type(error).__name__}: {error}"
         tracer.steps.append(Step("end", innermost(error) or caller(), text=why))
-    finally:
-        _CURRENT.reset(token)
+    if bounds.why is not None:
+        tracer.give_up(bounds.why)
     return tracer
 
 
@@ -69,11 +74,15 @@ class TracerProgramState:
     """Stands for `s`. `steps` is the program's tree, `prefix` the text that all runs begin with."""
 
     def __init__(
-        self, templates: _Templates, transcript: Transcript, prefix_only: bool = False
+        self,
+        templates: _Templates,
+        transcript: Transcript,
+        bounds: Bounds,
+        prefix_only: bool = False,
     ) -> None:
         self.steps: list[Step] = []
         self.ret_value: Any = None
-        self._templates, self._transcript = templates, transcript
+        self._templates, self._transcript, self._bounds = templates, transcript, bounds
         self._prefix_only, self._constant = prefix_only, True
         self._prefix_len = 0
         self._values: dict[str, Any] = {}
@@ -82,16 +91,26 @@ class TracerProgramState:
     def prefix(self) -> str:
         return self._transcript.board.text[: self._prefix_len]
 
+    def give_up(self, why: str) -> None:
+        """The program did not end. What it wrote as long as nothing was unknown may be what it
+        does without values: no run has to begin with that."""
+        site = self.steps[-1].site if self.steps else caller()
+        self.steps.append(Step("end", site, text=f"the program did not end while traced: {why}"))
+        if self._constant:
+            self._prefix_len = 0
+
     def __iadd__(self, other: Any) -> TracerProgramState:
-        site = caller()
-        for expr in ir.parts(ir.as_expr(other)):
+        parts, site = ir.parts(ir.as_expr(other)), caller()
+        self._bounds.count(len(parts) or 1)
+        for expr in parts:
             self._add(expr, site)
         return self
 
     def call(self, func: Callable[..., Any], arguments: Mapping[str, Any]) -> TracerProgramState:
         """Another program, called by this one: its own tree."""
+        self._bounds.count()
         self._open("call", func.__name__)
-        inner = TracerProgramState(self._templates, Transcript(Board()))
+        inner = TracerProgramState(self._templates, Transcript(Board()), self._bounds)
         self.steps.append(Step("call", caller(), func.__name__, branches=[inner.steps]))
         inner.ret_value = func(inner, **arguments)
         return inner
@@ -109,9 +128,10 @@ class TracerProgramState:
         return Bracket(self, ir.ScopeBegin(name), ir.ScopeEnd(name))
 
     def fork(self, size: int = 1, position_ids_offset: Sequence[int] | None = None) -> _Branches:
+        self._bounds.count(size)
         self._open("fork", str(size))
         branches = [
-            TracerProgramState(self._templates, self._transcript.branch(Board()))
+            TracerProgramState(self._templates, self._transcript.branch(Board()), self._bounds)
             for _ in range(size)
         ]
         for branch in branches:
@@ -124,29 +144,35 @@ class TracerProgramState:
         return _Copy(self.fork(1))
 
     def text(self) -> Any:
+        self._bounds.count()
         return ir.Variable("text()")
 
     def messages(self) -> Any:
+        self._bounds.count()
         return ir.Variable("messages()")
 
     def sync(self) -> None:
-        return None
+        self._bounds.count()
 
     def error(self) -> None:
-        return None
+        self._bounds.count()
 
     def text_iter(self, var_name: str | None = None) -> Any:
+        self._bounds.count()
         return ir.Variable(var_name or "text()")
 
     def get_var(self, name: str, timeout: float | None = None) -> Any:
+        self._bounds.count()
         if name not in self._values:
             raise KeyError(f"the program has no variable {name!r} here")
         return self._values[name]
 
     def set_var(self, name: str, value: Any) -> None:
+        self._bounds.count()
         self._values[name] = value
 
     def get_meta_info(self, name: str, timeout: float | None = None) -> Any:
+        self._bounds.count()
         return ir.Variable(f"{name}'s meta information")
 
     def __getitem__(self, name: str) -> Any:
@@ -156,6 +182,7 @@ class TracerProgramState:
         self.set_var(name, value)
 
     def __contains__(self, name: object) -> bool:
+        self._bounds.count()
         return name in self._values
 
     def _add(self, expr: ir.Expr, site: Site) -> None:
@@ -201,7 +228,7 @@ class TracerProgramState:
     ) -> None:
         """The text is not constant from here on."""
         if self._prefix_only:
-            raise _Enough
+            self._bounds.stop()
         self._constant = False
         if site is not None:
             self.steps.append(Step(kind, site, name, detail=detail))
@@ -214,6 +241,7 @@ class _Branches:
         self._source, self._states = source, states
 
     def join(self, mode: str = "gather_variable") -> None:
+        self._source._bounds.count()
         if mode != "gather_variable":
             self._source += ir.Variable("the branches' text")
             return
@@ -277,7 +305,3 @@ def _at_once(coroutine: Coroutine[Any, Any, _T]) -> _T:
     except StopIteration as done:
         return done.value
     raise ExpressionError("this chat template cannot be rendered here")
-
-
-class _Enough(Exception):
-    """Ends the function when its constant text does."""

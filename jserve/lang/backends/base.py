@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from jserve.lang.choices import ChoicesDecision, ChoicesMethod
 from jserve.lang.errors import BackendError
@@ -101,6 +101,7 @@ def check_greedy(temperature: float) -> None:
         raise BackendError(f"select needs temperature 0, got {temperature}")
 
 
+@runtime_checkable
 class Backend(Protocol):
     """All raise BackendError, or RequestError for what is refused as written."""
 

@@ -77,6 +77,8 @@ class OpenAI:
         path, fields = self._request(prompt, sampling)
         async with self._reply(path, fields) as reply:
             body = json.loads(await reply.aread())
+        for choice in body["choices"]:
+            _check_ended(choice)
         texts = [self._text(choice, "message") for choice in body["choices"]]
         usage = _usage(body)
         metas = [_meta(choice, usage) for choice in body["choices"]]
@@ -100,6 +102,7 @@ class OpenAI:
                     raise BackendError(f"POST {path}: {body['error'].get('message')}")
                 if body["choices"]:
                     finish = body["choices"][0]
+                    _check_ended(finish)
                     yield Generation(self._text(finish, "delta"), _meta(finish, Usage()), Usage())
                 elif body.get("usage"):
                     usage = _usage(body)
@@ -123,6 +126,7 @@ class OpenAI:
             fields["logit_bias"] = {str(token): _FORCE for token in following}
             async with self._reply("/completions", fields) as reply:
                 body = json.loads(await reply.aread())
+            _check_ended(body["choices"][0])
             usage, at = usage + _usage(body), at + 1
             said += body["choices"][0]["text"]
             alive = {one: ids for one, ids in alive.items() if one.startswith(said)}
@@ -187,6 +191,16 @@ def _usage(body: Mapping[str, Any]) -> Usage:
         int(usage.get("completion_tokens") or 0),
         num_calls=1,
     )
+
+
+def _check_ended(choice: Mapping[str, Any]) -> None:
+    """Raises BackendError for an answer that the server took back or broke off."""
+    reason = choice.get("finish_reason")
+    if reason == "abort":
+        why = choice.get("abort_message") or "no reason given"
+        raise BackendError(f"the request was aborted: {why}")
+    if reason == "content_filter":
+        raise BackendError("the API's content filter ended the answer (finish_reason)")
 
 
 def _meta(choice: Mapping[str, Any], usage: Usage) -> dict[str, Any]:

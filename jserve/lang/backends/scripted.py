@@ -19,9 +19,9 @@ from jserve.lang.backends.base import (
     Usage,
     check_greedy,
 )
-from jserve.lang.backends.rules import Allows, allowed_by
+from jserve.lang.backends.rules import Ended, Rules, rules_of
 from jserve.lang.choices import ChoicesDecision, ChoicesMethod
-from jserve.lang.errors import BackendError
+from jserve.lang.errors import BackendError, ExpressionError
 from jserve.lang.loop import LoopThread
 from jserve.lang.named_templates import named_template
 from jserve.lang.roles import RoleTemplate, shared_length
@@ -51,8 +51,9 @@ class TestBackend:
         chat_template_name: how roles become text.
 
     An answer that the call would not allow (regex, json_schema, choices) is a BackendError, and
-    so is a `gen` that has none. A call that an engine would refuse is refused as there. Stop
-    strings end an answer. `calls` holds what was asked.
+    so is a `gen` that has none. A call that an engine would refuse is refused as there. Stops
+    end an answer; one that they or max_tokens cut need only begin as its regex or json_schema
+    says. `calls` holds what was asked. Raises ExpressionError for answers of another kind.
     """
 
     __test__: ClassVar[bool] = False  # pytest collects classes called Test…
@@ -62,9 +63,9 @@ class TestBackend:
         answers: Mapping[str | None, Answer | Sequence[Answer]] | None = None,
         chat_template_name: str = "default",
     ) -> None:
+        self._answers = _checked(answers)
         self.loop = LoopThread()
         self.calls: list[Call] = []
-        self._answers = dict(answers or {})
         self._turns: dict[str | None, int] = {}
         self._template = named_template(chat_template_name)
         self._seen: list[str] = []
@@ -75,10 +76,11 @@ class TestBackend:
     async def generate(self, prompt: Prompt, sampling: Sampling) -> Generation:
         num = sampling.n or 1
         self.calls.append(Call("generate", prompt.name, prompt.text, sampling))
-        allows = allowed_by(sampling, len(prompt.text))
-        texts = [_allowed(self._answer(prompt), prompt, sampling, allows) for _ in range(num)]
+        rules = rules_of(sampling, len(prompt.text))
+        answers = [_ended(self._answer(prompt), prompt, sampling, rules) for _ in range(num)]
+        texts = [answer.text for answer in answers]
         usage = self._usage(prompt.text, sum(map(len, texts)), *texts)
-        metas = [_meta(usage, text) for text in texts]
+        metas = [_meta(usage, answer) for answer in answers]
         one = len(texts) == 1
         return Generation(texts[0] if one else texts, metas[0] if one else metas, usage)
 
@@ -133,7 +135,10 @@ class TestBackend:
             answer = answer[turn]
         if isinstance(answer, Exception):
             raise answer
-        return answer if isinstance(answer, str) else answer(prompt.text)
+        text = answer if isinstance(answer, str) else answer(prompt.text)
+        if not isinstance(text, str):
+            raise BackendError(f"the script's {prompt.name} must give a text, got {text!r}")
+        return text
 
     def _usage(self, text: str, generated: int, *more: str) -> Usage:
         cached = max((shared_length(text, seen) for seen in self._seen), default=0)
@@ -142,20 +147,35 @@ class TestBackend:
         return Usage(len(text), cached, generated, 1)
 
 
-def _allowed(text: str, prompt: Prompt, sampling: Sampling, allows: Allows) -> str:
-    """The answer as a server would cut it. Raises BackendError where it could not be."""
-    for stop in sampling.stop or ():
-        text = text.partition(stop)[0]
-    if not allows(text):
+def _checked(answers: Any) -> dict[str | None, Answer | Sequence[Answer]]:
+    """Raises ExpressionError."""
+    if not isinstance(answers, Mapping | None):
+        raise ExpressionError(
+            f"TestBackend: answers must be a dict from variables to answers, got {answers!r}."
+        )
+    for name, answer in (answers or {}).items():
+        for one in answer if isinstance(answer, list | tuple) else (answer,):
+            if not isinstance(one, str | Exception) and not callable(one):
+                raise ExpressionError(
+                    f"TestBackend: the answer for {name!r} must be a text, an exception, a "
+                    f"function of the text so far, or a list of these, got {answer!r}."
+                )
+    return dict(answers or {})
+
+
+def _ended(text: str, prompt: Prompt, sampling: Sampling, rules: Rules) -> Ended:
+    """The answer as an engine would end it. Raises BackendError where none could give it."""
+    answer = rules.ended(text)
+    if answer is None:
         wanted = f"regex {sampling.regex}" if sampling.regex else "json_schema"
         raise BackendError(f"the script's {prompt.name}, {text!r}, does not match its {wanted}")
-    return text
+    return answer
 
 
-def _meta(usage: Usage, text: str) -> dict[str, Any]:
+def _meta(usage: Usage, answer: Ended) -> dict[str, Any]:
     return {
-        "finish_reason": {"type": "stop", "matched": None},
+        "finish_reason": answer.reason,
         "prompt_tokens": usage.prompt_tokens,
         "cached_tokens": usage.cached_tokens,
-        "completion_tokens": len(text),
+        "completion_tokens": len(answer.text),
     }

@@ -1,0 +1,89 @@
+"""How a trace ends a function that would go on: at once, and however the function takes it.
+
+Owns the exception that stops it, the count of what it did, and the thread that it runs in; knows
+nothing of programs.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable
+from typing import NoReturn
+
+#: So often a function may catch that it was stopped and go on, before it is left behind.
+MOST_SWALLOWED = 100
+
+
+class Stopped(BaseException):
+    """Ends a traced function. A program's `except Exception` is for its own mistakes: it does not
+    catch this."""
+
+
+class Bounds:
+    """Of one traced function, with its branches and the programs that it calls. `why` says how it
+    went beyond them; None while it has not.
+
+    Args:
+        most: so many operations it may do.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.why: str | None = None
+        self._most = most
+        self._done = self._swallowed = 0
+        self._stopped = self._left_behind = False
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def count(self, operations: int = 1) -> None:
+        """The function does these. Raises Stopped when it must not, as always from then on."""
+        if self._stopped:
+            self._swallowed += 1
+            if self._swallowed > MOST_SWALLOWED:
+                self.why = "it catches every exception and goes on"
+                self._leave_behind()
+            raise Stopped
+        self._done += operations
+        if self._done > self._most:
+            self.why = f"it did {self._most:,} things and went on"
+            self.stop()
+
+    def stop(self) -> NoReturn:
+        self._stopped = True
+        raise Stopped
+
+    def run(self, function: Callable[[], object]) -> None:
+        """Call it, until it ends or has to be left behind. Raises what it raises, but Stopped."""
+        failed: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                function()
+            except Stopped:
+                pass
+            except BaseException as error:  # told to who waits
+                failed.append(error)
+            self._over.set()
+
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(
+            target=context.run, args=(work,), name="jserve-trace", daemon=True
+        )
+        self._thread.start()
+        try:
+            self._over.wait()
+        except BaseException:  # an interrupt
+            self._stopped = True
+            raise
+        if not self._left_behind:
+            self._thread.join()
+        if failed:
+            raise failed[0]
+
+    def _leave_behind(self) -> None:
+        """Nothing ends a thread that catches everything: it stands still from here on."""
+        self._left_behind = True
+        self._over.set()
+        if threading.current_thread() is self._thread:
+            threading.Event().wait()

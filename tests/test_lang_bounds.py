@@ -1,0 +1,187 @@
+"""Programs that catch what ends their trace: tracing ends all the same, and the batch is run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import jserve.lang as sgl
+from jserve.__main__ import main
+from jserve.lang import ir, tracing
+from jserve.lang.bounds import MOST_SWALLOWED
+
+pytestmark = pytest.mark.timeout(30)
+
+INTRODUCTION = "An introduction that all runs share, longer than sixty-four characters. "
+
+
+@pytest.fixture
+def backend():
+    one = sgl.TestBackend({"x": "1"})
+    yield one
+    one.shutdown()
+
+
+def commits(backend):
+    return [call.text for call in backend.calls if call.kind == "commit"]
+
+
+def test_a_program_that_tries_again_after_any_error_shares_its_prefix_and_ends(backend):
+    entered = []
+
+    @sgl.function
+    def program(s, q):
+        s += INTRODUCTION
+        while True:
+            try:
+                entered.append(q)
+                s += "Q: " + q + sgl.gen("x")
+                json.loads(s["x"])
+                break
+            except Exception:
+                continue
+
+    states = program.run_batch([("a",), ("b",)], backend=backend)
+    assert [state["x"] for state in states] == ["1", "1"]
+    assert commits(backend) == [INTRODUCTION + "Q: "]
+    assert len(entered) == 3  # the trace tried once
+
+
+def test_a_program_that_catches_everything_is_left_behind_and_shares_nothing(backend):
+    entered = []
+
+    @sgl.function
+    def program(s, q):
+        s += INTRODUCTION
+        while True:
+            try:
+                entered.append(q)
+                s += q + sgl.gen("x")
+                json.loads(s["x"])
+                break
+            except:  # noqa: E722
+                continue
+
+    states = program.run_batch([("a",), ("b",)], backend=backend)
+    assert [state["x"] for state in states] == ["1", "1"]
+    assert commits(backend) == []
+    assert len(entered) == 2 + MOST_SWALLOWED + 2
+
+
+def test_every_operation_behind_the_stop_raises_it_again(backend):
+    caught = []
+
+    @sgl.function
+    def program(s, q):
+        s += INTRODUCTION + q
+        return s.text()
+
+    @sgl.function
+    def stubborn(s, q):
+        tries = [
+            lambda: s.__iadd__(INTRODUCTION + q),
+            lambda: s.user("x"),
+            lambda: s.fork(2),
+            lambda: s["x"],
+            lambda: s.text(),
+            lambda: s.set_var("y", 1),
+            lambda: "x" in s,
+            lambda: s.sync(),
+            lambda: program(q),
+        ]
+        for number, one in enumerate(tries):
+            try:
+                one()
+            except BaseException as error:
+                caught.append((number, type(error)))
+                assert not isinstance(error, Exception)
+
+    prefix = tracing.trace(stubborn.func, {"q": ir.Argument("q")}, backend, True).prefix
+    assert prefix == INTRODUCTION
+    assert [number for number, _ in caught] == list(range(9))
+
+
+def test_text_that_a_program_repeats_for_want_of_a_value_is_no_prefix(backend):
+    @sgl.function
+    def program(s, number):
+        while True:
+            try:
+                int(number)
+                break
+            except Exception:
+                s += INTRODUCTION
+        s += sgl.gen("x")
+
+    states = program.run_batch([("1",), ("2",)], backend=backend)
+    assert [state["x"] for state in states] == ["1", "1"]
+    assert commits(backend) == []
+
+
+RETRY = """
+import json
+import jserve.lang as sgl
+
+@sgl.function
+def stubborn(s, q):
+    s += "Q: " + q
+    while True:
+        try:
+            s += sgl.gen("x")
+            json.loads(s["x"])
+            break
+        except {caught}:
+            s += "again"
+"""
+
+
+@pytest.mark.parametrize("caught", ["Exception", "BaseException"])
+def test_the_picture_of_a_program_that_tries_again_says_that_it_did_not_end(
+    tmp_path, capsys, caught
+):
+    path = tmp_path / "p.py"
+    path.write_text(RETRY.format(caught=caught))
+    assert main(["lang", "explain", str(path)]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert rows[1].startswith("├═ text     'Q: '") and "argument q" in rows[2]
+    assert "end      the program did not end while traced: it did 1,000 things" in rows[-2], rows
+    assert len(rows) < tracing.MOST_SHOWN
+
+
+def test_a_failed_branch_is_an_ordinary_error_that_a_program_may_catch():
+    backend = sgl.TestBackend({"x": ValueError("no luck"), "y": "Y"})
+
+    @sgl.function
+    def program(s):
+        branches = s.fork(2)
+        branches += sgl.gen("x")
+        branches.join()
+        try:
+            _ = s["x"]
+        except Exception as error:
+            assert isinstance(error, sgl.ProgramError)
+            s += "instead: " + sgl.gen("y")
+
+    with pytest.warns(sgl.ProgramWarning):
+        assert program.run(backend=backend)["y"] == "Y"
+    backend.shutdown()
+
+
+def test_what_ends_a_trace_otherwise_comes_through(backend):
+    @sgl.function
+    def leaves(s):
+        raise SystemExit(3)
+
+    @sgl.function
+    def fails(s):
+        s += "text"
+        raise LookupError("no luck")
+
+    with pytest.raises(SystemExit):
+        leaves.trace(backend=backend)
+    steps = fails.trace(backend=backend).steps
+    assert [(step.kind, step.text) for step in steps] == [
+        ("text", "text"),
+        ("end", "LookupError: no luck"),
+    ]
+    assert steps[1].site.function == "fails"
