@@ -92,6 +92,7 @@ def test_a_regular_expression_matches_the_whole_text(
         ("(a", "a ( without its ) at position 0"),
         ("a)", "a ) without its ( at position 1"),
         ("[a", "a [ without its ] at position 0"),
+        ("a[", "a [ without its ] at position 1"),
         ("[z-a]", "a range that goes backwards at position 2"),
         ("a{3,1}", "a count from 3 to 1"),
         ("*a", "nothing to repeat at position 0"),
@@ -114,6 +115,7 @@ def test_what_is_no_regular_language_or_no_common_one_is_refused_with_its_positi
     with pytest.raises(GrammarError) as caught:
         whole_match(pattern)
     assert message in str(caught.value)
+    assert str(caught.value).count(" at position ") <= 1
 
 
 @pytest.mark.parametrize("text", ["(?i)a", "(?s).", "(?P<x>a)", r"^\x{41}$"])
@@ -333,6 +335,34 @@ def test_structural_tags_with_an_error_are_refused(name: str, text: str, message
 
 def new_tag(format: Any) -> str:
     return json.dumps({"type": "structural_tag", "format": format})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (old_tag(CLOSED, stop_after_frist=True), "stop_after_frist at # is unknown"),
+        (
+            json.dumps(
+                {"structures": [{"begin": "<", "schemas": {}, "end": ""}], "triggers": ["<"]}
+            ),
+            "schemas at #/structures/0 is unknown; known are begin, end, schema",
+        ),
+        (json.dumps({"format": {"type": "any_text"}, "triggers": []}), "triggers at # is unknown"),
+        (new_tag({"type": "any_text", "exclude": ["a"]}), "exclude at #/format is unknown"),
+        (
+            new_tag({"type": "sequence", "elements": [{"type": "regex", "regex": "a"}]}),
+            "regex at #/format/elements/0 is unknown; known are pattern, type",
+        ),
+        (
+            new_tag({"type": "plus", "content": {"begin": "a", "ending": "b"}}),
+            "ending at #/format/content is unknown",
+        ),
+    ],
+)
+def test_a_structural_tag_drops_nothing_that_it_does_not_know(text: str, message: str) -> None:
+    with pytest.raises(GrammarError) as caught:
+        load("xgrammar", "structural_tag", text)
+    assert message in str(caught.value)
 
 
 def test_the_new_form_takes_schemas_regexes_and_sequences() -> None:

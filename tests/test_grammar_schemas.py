@@ -85,6 +85,13 @@ def test_all_suites_are_never_wrong_and_more_is_accepted_than_libraries_have_rig
 # ---- refusals
 
 
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = INTEGER
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
@@ -104,6 +111,14 @@ def test_all_suites_are_never_wrong_and_more_is_accepted_than_libraries_have_rig
             "#/patternProperties: the regular expression has a w",
         ),
         ({"type": "number", "maximum": 2**53 + 1}, "maximum at #"),
+        (
+            {"properties": {"a": {"type": "integer", "maximum": 10**400}}},
+            "maximum at #/properties/a 10000000000000000000… (401 characters) is more than a doub",
+        ),
+        ({"const": -(10**400)}, "const at # -1000000000000000000… (402 characters) is more than"),
+        ({"type": "string", "maxLength": 10**12}, "maxLength at # is above 4294967295; lower it"),
+        ({"type": "array", "minItems": 2**64}, "minItems at # is above 9223372036854775807; low"),
+        (nested(150), "it is nested too deeply; put inner parts under $defs"),
         ({"properties": {"a": 3}}, "#/properties/a is no schema"),
         ({"items": [1]}, "#/items/0 is no schema"),
         (False, "false allows nothing"),

@@ -160,6 +160,81 @@ def test_an_id_that_waits_for_a_grammar_is_in_use(
     asyncio.run(run())
 
 
+OTHERS = {
+    "plain": [GenerateRequest(text="b", rid="own", sampling=SamplingParams())],
+    "known": [GenerateRequest(text="b", rid="own", sampling=SamplingParams(regex="abc"))],
+    "sequences": [GenerateRequest(text="b", rid="o", sampling=SamplingParams(n=2))],
+    "warmed up": [GenerateRequest(text="b" * 80, rid="o", sampling=SamplingParams(n=2))],
+    "batch": [
+        GenerateRequest(text="b", rid=rid, sampling=SamplingParams()) for rid in ("other", "own")
+    ],
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_an_id_that_waits_for_a_grammar_is_its_own_beside_any_other_request(
+    engine: Engine, never: concurrent.futures.Future[Any], other: str
+) -> None:
+    async def run() -> None:
+        if other == "known":
+            await every(engine, [GenerateRequest(text="b", sampling=SamplingParams(regex="abc"))])
+        rid = "o_1" if other in ("sequences", "warmed up") else "own"
+        slow = GenerateRequest(text="a", rid=rid, sampling=SamplingParams(regex="slow"))
+        for ended in (False, True):
+            waiting = asyncio.create_task(every(engine, [slow]))
+            await asyncio.sleep(0.05)
+            with pytest.raises(RequestError, match=f"rid {rid} is in use"):
+                await asyncio.wait_for(every(engine, OTHERS[other]), 5)
+            assert list(engine._client.aborted_early) == [rid] and not engine._client._routes
+            if not ended:
+                engine.abort(rid)
+            elif not never.done():
+                spec = GrammarSpec(kind="regex", text="fast")
+                never.set_result(await asyncio.wrap_future(engine.grammars._compile(spec)))
+            (output,) = await asyncio.wait_for(waiting, 5)
+            assert (output.finish.type, output.text) == (("abort", ""), ("stop", "fast"))[ended]
+        assert not engine._client.aborted_early
+
+    asyncio.run(run())
+
+
+def test_a_grammar_is_not_compiled_for_an_id_of_a_running_request(
+    engine: Engine, never: concurrent.futures.Future[Any]
+) -> None:
+    async def run() -> None:
+        sampling = SamplingParams(max_new_tokens=3, ignore_eos=True)
+        running = GenerateRequest(text="a", rid="own", sampling=sampling, stream=True)
+        async with contextlib.aclosing(engine.generate_stream(running)) as outputs:
+            await anext(outputs)
+            slow = GenerateRequest(text="a", rid="own", sampling=SamplingParams(regex="slow"))
+            with pytest.raises(RequestError, match="rid own is in use"):
+                await asyncio.wait_for(first(engine, slow), 5)
+            last = [output async for output in outputs][-1]
+            assert last.finish is not None and last.finish.type == "length"
+            assert not engine._client.aborted_early
+
+    asyncio.run(run())
+
+
+def test_the_end_of_a_batch_leaves_an_id_alone_that_another_request_has_since(
+    engine: Engine, never: concurrent.futures.Future[Any]
+) -> None:
+    async def run() -> None:
+        batch = [
+            GenerateRequest(text="a", rid=f"b_{i}", sampling=SamplingParams(max_new_tokens=count))
+            for i, count in enumerate((1, 20))
+        ]
+        async with contextlib.aclosing(engine.generate_batch(batch)) as outputs:
+            assert (await anext(outputs)).index == 0  # and b_0 is free again
+            slow = GenerateRequest(text="a", rid="b_0", sampling=SamplingParams(regex="slow"))
+            waiting = asyncio.create_task(first(engine, slow))
+            await asyncio.sleep(0.05)
+        engine.abort("b_0")
+        assert (await asyncio.wait_for(waiting, 5)).finish.type == "abort"
+
+    asyncio.run(run())
+
+
 def test_a_flush_is_refused_while_a_grammar_compiles_but_for_a_pause(
     engine: Engine, never: concurrent.futures.Future[Any]
 ) -> None:

@@ -109,6 +109,7 @@ BAD = [
         "response_format.json_schema.schema",
     ),
     (CHAT, {"response_format": {"type": "json_object"}, "regex": "a"}, "response_format"),
+    (CHAT, {"response_format": {}}, "response_format.type"),
     (CHAT, {"regex": "a+", "ebnf": "root ::= x"}, "ebnf"),
     (CHAT, {"regex": 3}, "regex"),
     (CHAT, {"choices": ["a", ""]}, "choices"),

@@ -9,10 +9,10 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
 
+from jserve.engine.claims import claimed, forget, part_ids
 from jserve.engine.core import EngineCore
-from jserve.engine.fanout import part_ids
 from jserve.engine.submission import make_submit
-from jserve.engine.warm_up import forget, shared_prefixes, warm_up
+from jserve.engine.warm_up import shared_prefixes, warm_up
 from jserve.types import GenerateRequest, Output, Submit
 
 Outputs = AsyncGenerator[Output, None]
@@ -39,28 +39,28 @@ async def generate_batch(
         prefixes = shared_prefixes(submits, page_size) if cached else []
         if prefixes:
             await warm_up(core.client, prefixes, waiting)
-        streams = map(core.generate_stream, requests, submits)
-        sizes = [request.sampling.n for request in requests]
-        async with contextlib.aclosing(merged(list(streams), sizes)) as outputs:
-            async for output in outputs:
-                yield output
-    finally:
+    except BaseException:  # cancelled, too; behind it, all streams begin, and own their ids
         forget(core.client, waiting)
+        raise
+    streams = map(core.generate_stream, requests, submits)
+    sizes = [request.sampling.n for request in requests]
+    async with contextlib.aclosing(merged(list(streams), sizes)) as outputs:
+        async for output in outputs:
+            yield output
 
 
 async def _submits(
     core: EngineCore, requests: Sequence[GenerateRequest], waiting: list[str]
 ) -> list[Submit]:
-    """Of all requests, whose grammars are compiled beside each other; aborts of the ids that are
-    put into `waiting` are noted. The first error ends it.
+    """Of all requests, whose grammars are compiled beside each other; the ids that are put into
+    `waiting` are claimed. The first error ends it.
     """
     limits, client = (core.vocab_size, core.context_length), core.client
 
     async def one(request: GenerateRequest) -> Submit:
         submit = await make_submit(request, core.tokenizer, limits, core.grammars)
-        for rid in part_ids(submit):
-            client.aborted_early.setdefault(rid, False)
-            waiting.append(rid)
+        submit = claimed(client, submit)
+        waiting.extend(part_ids(submit))
         return submit
 
     tasks: list[asyncio.Task[Submit]] = []

@@ -62,14 +62,14 @@ class EngineClient:
     def open(self, submits: Sequence[Submit]) -> Iterator[Inbox]:
         """Submit, and get the Deltas of all `submits` in one inbox of the running event loop.
 
-        What was not closed when the context ends is aborted. Raises RequestError for an id that is
-        in use.
+        What was not closed when the context ends is aborted. Raises RequestError for an id in use.
         """
         route = asyncio.get_running_loop(), Inbox(), next(self._turns)
-        over = [one.rid for one in submits if self.aborted_early.pop(one.rid, False)]
         for submit in submits:
-            if submit.rid in self._routes:
+            claimed = submit.rid in self.aborted_early and not submit.claimed  # by another
+            if claimed or submit.rid in self._routes:
                 raise RequestError(f"rid {submit.rid} is in use by an open request.", "rid")
+        over = [one.rid for one in submits if self.aborted_early.pop(one.rid, False)]
         self._routes.update((submit.rid, route) for submit in submits)
         try:
             for submit in submits:

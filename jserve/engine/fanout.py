@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import uuid
+
 import msgspec
 
+from jserve.engine.claims import claimed, part_ids
 from jserve.engine.client import EngineClient
 from jserve.engine.warm_up import MIN_SHARED, prefix_of, reusable, warm_up
 from jserve.types import Submit
@@ -14,7 +17,9 @@ async def fan_out(submit: Submit, client: EngineClient, cached: bool) -> list[Su
     a long prompt is in it. Raises what the request is refused with."""
     rids = part_ids(submit)
     if cached and reusable(submit) >= MIN_SHARED:
-        prompt = prefix_of(submit, f"{submit.rid}_warm", len(submit.prompt_ids))
+        submit = claimed(client, submit)
+        rid = f"{submit.rid}_warm_{uuid.uuid4().hex}"  # what aborts all sequences aborts it
+        prompt = prefix_of(submit, rid, len(submit.prompt_ids))
         await warm_up(client, [prompt], rids)
     seed, parts = submit.sampling.sampling_seed, []
     for i, rid in enumerate(rids):
@@ -22,9 +27,3 @@ async def fan_out(submit: Submit, client: EngineClient, cached: bool) -> list[Su
         sampling = msgspec.structs.replace(submit.sampling, n=1, sampling_seed=own)
         parts.append(msgspec.structs.replace(submit, rid=rid, sampling=sampling))
     return parts
-
-
-def part_ids(submit: Submit) -> list[str]:
-    """The ids of a request's sequences."""
-    n = submit.sampling.n
-    return [submit.rid] if n == 1 else [f"{submit.rid}_{i}" for i in range(n)]

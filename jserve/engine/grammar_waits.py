@@ -12,9 +12,9 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from jserve.config import SchedulerOptions
+from jserve.engine.claims import claim, forget
 from jserve.engine.client import EngineClient
-from jserve.engine.warm_up import forget
-from jserve.errors import QueueFullError, RequestError, TimedOutError
+from jserve.errors import QueueFullError, TimedOutError
 from jserve.types import CompiledSpec
 
 Begin = Callable[[], concurrent.futures.Future[CompiledSpec]]
@@ -41,7 +41,6 @@ class GrammarWaits:
         # where priorities order the queue, a full one has room for who goes before its last
         self._ordered = options.enable_priority_scheduling
         self._open: dict[_Wait, None] = {}  # in order of arrival
-        self._rids: set[str] = set()
 
     async def compiled(self, rids: Sequence[str], begin: Begin) -> CompiledSpec | None:
         """What comes of the compilation that `begin` starts; None when `rids` are aborted before.
@@ -75,16 +74,11 @@ class GrammarWaits:
 
     @contextlib.contextmanager
     def _entered(self, rids: Sequence[str]) -> Iterator[_Wait]:
-        """While it is open, aborts of `rids` are noted. They still are behind it, unless it fails:
-        who is sent then is told of them."""
-        used = next((rid for rid in rids if rid in self._rids), None)
-        if used is not None:
-            raise RequestError(f"rid {used} is in use by an open request.", "rid")
-        for rid in rids:
-            self._client.aborted_early.setdefault(rid, False)
+        """While it is open, `rids` are claimed. They still are behind it, unless it fails: who is
+        sent then is told of their aborts."""
+        claim(self._client, rids)
         wait = _Wait(rids, asyncio.get_running_loop().create_future())
         self._open[wait] = None
-        self._rids.update(rids)
         try:
             yield wait
         except BaseException:  # cancelled, too
@@ -92,7 +86,6 @@ class GrammarWaits:
             raise
         finally:
             del self._open[wait]
-            self._rids.difference_update(rids)
 
     async def _check_room(self, wait: _Wait) -> None:
         if self._most is None:

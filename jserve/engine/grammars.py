@@ -15,8 +15,8 @@ from collections.abc import Callable
 import msgspec
 
 from jserve.config import Config
+from jserve.engine.claims import part_ids
 from jserve.engine.client import EngineClient
-from jserve.engine.fanout import part_ids
 from jserve.engine.grammar_waits import GrammarWaits
 from jserve.engine.reasoner import Reasoner
 from jserve.errors import RequestError
@@ -72,13 +72,14 @@ class Grammars:
         if spec is None:
             return submit
         rids, since = part_ids(submit), time.monotonic()
-        compiled: CompiledSpec | None = None
+        compiled, claimed = None, False
         self._meter.count("num_grammar_total", 1)
         self._meter.count("num_grammar_queue_reqs", 1)
         try:
             compiled = self._known(spec)
             if compiled is None:
                 compiled = await self.waits.compiled(rids, lambda: self._compile(spec))
+                claimed = True
         except GrammarError as error:
             raise RequestError(*_refusal(submit.sampling, spec, str(error))) from None
         finally:
@@ -87,11 +88,10 @@ class Grammars:
         sampling = msgspec.structs.replace(submit.sampling, **_NONE)
         if compiled is None:
             nothing = msgspec.structs.replace(sampling, max_new_tokens=0, min_new_tokens=0)
-            return msgspec.structs.replace(submit, sampling=nothing)
+            return msgspec.structs.replace(submit, sampling=nothing, claimed=claimed)
         waited = time.monotonic() - since
-        return msgspec.structs.replace(
-            submit, sampling=sampling, grammar=compiled, thinking=thinking, waited=waited
-        )
+        found = {"sampling": sampling, "grammar": compiled, "thinking": thinking}
+        return msgspec.structs.replace(submit, **found, waited=waited, claimed=claimed)
 
     def flush(self) -> None:
         """Forget what was compiled."""

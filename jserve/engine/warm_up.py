@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from jserve.engine.claims import forget
 from jserve.engine.client import EngineClient
 from jserve.engine.refusals import raise_refusal
 from jserve.types import Abort, SamplingParams, Submit
@@ -21,13 +22,11 @@ MIN_SHARED = 64  # tokens; shorter ones take less time to compute again than to 
 
 
 async def warm_up(client: EngineClient, prompts: Sequence[Submit], waiting: Sequence[str]) -> None:
-    """Compute the prompts. Sequences with the ids `waiting` start behind it: what aborts them until
-    then ends them when they do.
+    """Compute the prompts. Sequences with the ids `waiting`, which are claimed, start behind it:
+    what aborts them until then ends them when they do.
 
     Raises what a prompt is refused with. One that is aborted is not waited for any longer.
     """
-    for rid in waiting:
-        client.aborted_early.setdefault(rid, False)
     if all(client.aborted_early[rid] for rid in waiting):
         return
     try:
@@ -46,7 +45,7 @@ def prefix_of(submit: Submit, rid: str, length: int) -> Submit:
     """The first `length` tokens of the prompt as a request, in the same namespace."""
     ids, nothing = submit.prompt_ids[:length], SamplingParams(max_new_tokens=0)
     plain = {"sampling": nothing, "logprobs": None, "grammar": None, "thinking": None}
-    return msgspec.structs.replace(submit, rid=rid, prompt_ids=ids, **plain)
+    return msgspec.structs.replace(submit, rid=rid, prompt_ids=ids, claimed=False, **plain)
 
 
 def shared_prefixes(submits: Sequence[Submit], page_size: int) -> list[Submit]:
@@ -82,12 +81,6 @@ def abort(client: EngineClient, rid: str, abort_all: bool) -> None:
         if abort_all or waiting.startswith(rid):
             client.aborted_early[waiting] = True
     client.send(Abort(rid=rid, exact=False, abort_all=abort_all))
-
-
-def forget(client: EngineClient, waiting: Sequence[str]) -> None:
-    """These will not start."""
-    for rid in waiting:
-        client.aborted_early.pop(rid, None)
 
 
 def _num_common(lists: Sequence[Any]) -> int:

@@ -77,6 +77,10 @@ _KNOWN: tuple[tuple[str, Words], ...] = (
         r"too large|[Tt]oo many (?:items|expressions)",
         "it is too large; split it",
     ),
+    (
+        r"recursion limit exceeded",
+        "it is nested too deeply; put inner parts under $defs, and refer to them by $ref",
+    ),
     (r"recursion depth", "it is nested too deeply"),
 )
 

@@ -176,7 +176,7 @@ class Parser:
         return Chars(found)
 
     def _member(self, start: int) -> tuple[Range, ...]:
-        at, char = self._at, self._next(f"a [ without its ] at position {start}")
+        at, char = self._at, self._next("a [ without its ]", start)
         if char != "\\":
             return ((ord(char), ord(char)),)
         if self._take("b"):
@@ -263,9 +263,9 @@ class Parser:
                         ranges.append((left + shift, right + shift))
         return union(ranges)
 
-    def _next(self, missing: str = "an unexpected end") -> str:
+    def _next(self, missing: str = "an unexpected end", start: int | None = None) -> str:
         if self._at >= len(self._text):
-            raise self._error(missing)
+            raise self._error(missing, start)
         self._at += 1
         return self._text[self._at - 1]
 

@@ -40,6 +40,7 @@ _NOT_ENFORCED = frozenset(
 )
 KEYWORDS = _ENFORCED | _NOT_ENFORCED
 _MOST_EXACT = 2**53  # of integers: a double holds all up to it
+_MOST_CHARACTERS, _MOST_COUNTED = 2**32 - 1, 2**63 - 1  # what llguidance holds
 _COUNTS = frozenset(
     {
         *("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
@@ -248,9 +249,12 @@ def _settle_numbers(node: Schema, at: str) -> None:
         if keyword in node:
             node[keyword] = whole(node[keyword])
             for value in _rounded(node[keyword]):
-                raise refused(keyword, at, f"{value} is more than a double holds exactly")
+                raise refused(keyword, at, f"{_short(value)} is more than a double holds exactly")
     for keyword in _COUNTS & node.keys():
         node[keyword] = whole(node[keyword])
+        most = _MOST_CHARACTERS if keyword.endswith("Length") else _MOST_COUNTED
+        if node[keyword] > most:
+            raise refused(keyword, at, f"is above {most}; lower it, or leave it out")
     for exclusive, limit in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
         if isinstance(node.get(exclusive), bool):
             on = node.pop(exclusive)
@@ -258,8 +262,17 @@ def _settle_numbers(node: Schema, at: str) -> None:
                 node[exclusive] = node.pop(limit)
         for keyword in (exclusive, limit):
             value = node.get(keyword)
-            if isinstance(value, int) and int(float(value)) != value:
-                raise refused(keyword, at, f"{value} is more than a double holds exactly")
+            if isinstance(value, int) and not _exact(value):
+                raise refused(keyword, at, f"{_short(value)} is more than a double holds exactly")
+
+
+def _exact(value: int) -> bool:
+    return abs(value) < 1e308 and int(float(value)) == value
+
+
+def _short(value: int) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:20]}… ({len(text)} characters)"
 
 
 def _rounded(value: Any) -> Iterator[int]:

@@ -33,6 +33,40 @@ _ALONE = ("$ref", "const", "enum", "anyOf")
 #: White space between two JSON tokens: enough for ", ", and little to get lost in.
 _MAX_WHITE_SPACE = 2
 
+#: The fields of formats, by type, beside that; a tag may leave its type out.
+_FORMATS: dict[str, frozenset[str]] = {
+    kind: frozenset(fields.split())
+    for kind, fields in {
+        "const_string": "value",
+        "json_schema": "json_schema style any_order max_whitespace_cnt excludes",
+        "any_text": "excludes max_tokens max_chars",
+        "token": "token",
+        "exclude_token": "exclude_tokens",
+        "any_tokens": "exclude_tokens max_tokens",
+        "grammar": "grammar syntax",
+        "regex": "pattern",
+        "sequence": "elements",
+        "or": "elements",
+        "tag": "begin content end",
+        "triggered_tags": "triggers tags at_least_one stop_after_first excludes",
+        "token_triggered_tags": (
+            "trigger_tokens tags exclude_tokens at_least_one stop_after_first"
+        ),
+        "tags_with_separator": "tags separator at_least_one stop_after_first",
+        "optional": "content",
+        "plus": "content",
+        "star": "content",
+        "repeat": "min max content",
+        "dispatch": "rules loop excludes",
+        "token_dispatch": "rules loop exclude_tokens",
+        "qwen_xml_parameter": "json_schema",
+    }.items()
+}
+#: … of a whole tag: in the new form, in the old one, and of one structure there.
+_TAG = frozenset({"type", "format"})
+_OLD = frozenset({"type", "structures", "triggers", "at_least_one", "stop_after_first", "excludes"})
+_STRUCTURE = frozenset({"begin", "schema", "end"})
+
 Json = dict[str, Any]
 
 
@@ -41,6 +75,7 @@ def parse_tag(text: str) -> Json:
     tag = old_form(text)
     if tag is None:
         tag = json.loads(text)
+        _refuse_others(tag, _TAG, "#")
     else:
         content = [
             {
@@ -68,6 +103,7 @@ def old_form(text: str) -> Json | None:
         raise GrammarError("a structural tag must be a JSON object")
     if "structures" not in tag:
         return None
+    _refuse_others(tag, _OLD, "#")
     triggers = tag.get("triggers")
     if not isinstance(triggers, list) or not all(isinstance(t, str) and t for t in triggers):
         raise GrammarError("#/triggers must be a list of texts")
@@ -75,6 +111,7 @@ def old_form(text: str) -> Json | None:
     if not isinstance(structures, list) or not all(isinstance(one, dict) for one in structures):
         raise GrammarError("#/structures must be a list of objects with begin, schema and end")
     for i, one in enumerate(structures):
+        _refuse_others(one, _STRUCTURE, f"#/structures/{i}")
         begin, end = one.get("begin"), one.get("end")
         if not isinstance(begin, str) or not isinstance(end, str):
             raise GrammarError(f"#/structures/{i} needs the texts begin and end")
@@ -95,18 +132,27 @@ def _visit(node: Any, at: str) -> None:
             _visit(one, f"{at}/{i}")
     if not isinstance(node, dict):
         return
-    if node.get("type") == "json_schema":
+    kind = node.get("type", "tag" if "begin" in node else None)
+    if isinstance(kind, str) and kind in _FORMATS:
+        _refuse_others(node, _FORMATS[kind] | {"type"}, at)
+    if kind == "json_schema":
         if node.get("style", "json") != "json" or node.get("any_order") or node.get("excludes"):
             raise GrammarError(f"{at}: style, any_order and excludes cannot be enforced")
         node.setdefault("max_whitespace_cnt", _MAX_WHITE_SPACE)
         node["json_schema"] = check_tag_schema(node.get("json_schema", {}), f"{at}/json_schema")
-    elif node.get("type") == "regex" and isinstance(node.get("pattern"), str):
+    elif kind == "regex" and isinstance(node.get("pattern"), str):
         node["pattern"] = whole_match(node["pattern"])
-    elif node.get("type") == "grammar" and isinstance(node.get("grammar"), str):
+    elif kind == "grammar" and isinstance(node.get("grammar"), str):
         check_ebnf(node["grammar"])
     else:
         for key, inner in node.items():
             _visit(inner, f"{at}/{escape(key)}")
+
+
+def _refuse_others(node: Json, known: frozenset[str], at: str) -> None:
+    others = node.keys() - known
+    if others:
+        raise refused(min(others), at, f"is unknown; known are {', '.join(sorted(known))}")
 
 
 def check_tag_schema(schema: Any, at: str) -> Any:

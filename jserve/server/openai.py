@@ -43,7 +43,7 @@ def sampling(body: OpenAIBody, limit: int | None, defaults: Mapping[str, Any]) -
         return last if value is None else value
 
     syntax = (body.json_schema, body.regex, body.ebnf, body.structural_tag, body.choices)
-    constrained = body.response_format or body.json_object or syntax != (None,) * 5
+    constrained = body.response_format is not None or body.json_object or syntax != (None,) * 5
     # generation_config.json writes 0 for "all".
     top_k = -1 if body.top_k is None and defaults.get("top_k") == 0 else body.top_k
     return SamplingParams(

@@ -31,6 +31,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
     created: float = 0.0  # time.time() in the API process
     sent: float = 0.0  # … when its prompt was ready
     waited: float = 0.0  # seconds, for its grammar
+    claimed: bool = False  # its rid is its own already, see engine/claims.py
     turn: int = 0  # tells uses of one rid apart; its Deltas carry it
     grammar: CompiledSpec | None = None  # what its tokens must follow
     thinking: Thinking | None = None  # … behind this
