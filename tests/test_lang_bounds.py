@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import threading
 
 import pytest
 
@@ -111,7 +113,7 @@ def test_text_that_a_program_repeats_for_want_of_a_value_is_no_prefix(backend):
                 break
             except Exception:
                 s += INTRODUCTION
-        s += sgl.gen("x")
+        s += "q" + sgl.gen("x")
 
     states = program.run_batch([("1",), ("2",)], backend=backend)
     assert [state["x"] for state in states] == ["1", "1"]
@@ -185,3 +187,94 @@ def test_what_ends_a_trace_otherwise_comes_through(backend):
         ("end", "LookupError: no luck"),
     ]
     assert steps[1].site.function == "fails"
+
+
+# Programs that never come back to their state.
+
+
+def endless(s, q):
+    s += INTRODUCTION + q
+    while True:
+        pass
+
+
+def endless_from_the_start(s, q):
+    s += INTRODUCTION
+    while True:
+        pass
+
+
+def endless_in_a_try(s, q):
+    s += INTRODUCTION
+    while True:
+        with contextlib.suppress(Exception):
+            int(q)
+
+
+def endless_in_a_branch(s, q):
+    branches = s.fork(2)
+    branches += lambda i: "x" if i == 0 else endless(s, q)
+
+
+@pytest.mark.parametrize(
+    "function", [endless, endless_from_the_start, endless_in_a_try, endless_in_a_branch]
+)
+def test_a_program_that_never_comes_back_to_its_state_is_interrupted(function, monkeypatch):
+    monkeypatch.setattr(tracing, "MOST_SECONDS", 0.1)
+    before = set(threading.enumerate())
+    trace = sgl.function(function).trace()
+    assert trace.steps[-1].kind == "end"
+    assert "did not end while traced: it took longer than 0.1 s" in trace.steps[-1].text
+    assert trace.prefix == (INTRODUCTION if function is endless else "")
+    assert set(threading.enumerate()) <= before
+
+
+def waits(goes_on, caught):
+    goes_on.wait(30)
+
+
+def catches(goes_on, caught):
+    while True:
+        try:
+            while not goes_on.is_set():
+                pass
+            return
+        except:  # noqa: E722
+            caught.append("it")
+
+
+@pytest.mark.parametrize("holds", [waits, catches])
+def test_one_that_cannot_be_interrupted_is_left_behind_and_does_nothing_more(
+    monkeypatch, backend, holds
+):
+    monkeypatch.setattr(tracing, "MOST_SECONDS", 0.1)
+    goes_on, caught, reached = threading.Event(), [], []
+    before = set(threading.enumerate())
+
+    @sgl.function
+    def program(s, q):
+        s += INTRODUCTION
+        holds(goes_on, caught)
+        s += "more"
+        reached.append(q)
+
+    trace = program.trace(backend=backend)
+    (thread,) = [one for one in set(threading.enumerate()) - before if "trace" in one.name]
+    goes_on.set()
+    thread.join(10)
+    assert not thread.is_alive() and not reached and bool(caught) is (holds is catches)
+    assert [step.kind for step in trace.steps] == ["text", "end"] and trace.prefix == ""
+
+
+def test_a_batch_of_a_program_that_is_slow_to_trace_is_run(monkeypatch, backend):
+    monkeypatch.setattr(tracing, "MOST_SECONDS", 0.1)
+
+    @sgl.function
+    def program(s, number):
+        s += INTRODUCTION
+        while not isinstance(number, int):
+            pass
+        s += f"{number}" + sgl.gen("x")
+
+    states = program.run_batch([(1,), (2,)], backend=backend)
+    assert [state["x"] for state in states] == ["1", "1"] and commits(backend) == []

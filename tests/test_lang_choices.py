@@ -100,7 +100,7 @@ def test_a_method_of_ones_own_is_an_object_like_ours():
 
     @sgl.function
     def program(s):
-        s += sgl.select("x", ["a", "b"], choices_method=Last())
+        s += "q" + sgl.select("x", ["a", "b"], choices_method=Last())
 
     assert program.run(backend=backend).get_meta_info("x") == {"method": "last"}
     backend.shutdown()

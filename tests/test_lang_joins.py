@@ -126,7 +126,7 @@ def test_a_failed_branch_is_no_error_of_the_program_until_it_is_read(make):
     @sgl.function
     def program(s):
         branches = s.fork(2)
-        branches += lambda i: sgl.gen(f"x{i}")
+        branches += lambda i: "q" + sgl.gen(f"x{i}")
         branches.join()
         s += "rest"
 

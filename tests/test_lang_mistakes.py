@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pprint
 import re
 import subprocess
 import sys
@@ -132,7 +133,82 @@ def test_blocks_that_are_entered_are_fine_in_every_order(make):
 def test_an_expression_in_an_f_string_says_to_use_plus(form, expr, what):
     with pytest.raises(sgl.ExpressionError, match=rf"^{what} has no text before .* with \+"):
         form(expr)
-    assert repr(expr)  # for debuggers
+
+
+_ITEM = sgl.gen("x")
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        repr,
+        lambda e: f"a {e!r} b",
+        lambda e: f"{e!a:>90}",
+        lambda e: f"{e=}",
+        lambda e: f"{[e]}",
+        lambda e: f"{ {'k': (e,)} }",
+        lambda e: "a %r b" % (e,),  # noqa: UP031
+        lambda e: "{!r}".format(e),  # noqa: UP032
+        lambda e: ", ".join(map(repr, [e, e])),
+        lambda e: str((e, "x")),
+        pprint.pformat,
+    ],
+)
+@pytest.mark.parametrize(
+    ("thing", "what"),
+    [
+        (lambda s: sgl.gen("x"), r"gen\('x'\)"),
+        (lambda s: sgl.select("y", ["a"]), r"select\('y'\)"),
+        (lambda s: sgl.user("z"), "an expression"),
+        (lambda s: sgl.assistant_end(), "the role assistant"),
+        (lambda s: s.user("z"), r"s\.user\(.+\)"),
+        (lambda s: s, "the state of a program"),
+        (lambda s: s.text, "the state of a program"),
+        (lambda s: s.fork(2), "a fork of 2"),
+        (lambda s: s.var_scope("v").__enter__, "a block for `with`"),
+        (lambda s: sgl.function(lambda s: None), "the program <lambda>"),
+    ],
+)
+def test_what_python_shows_for_debuggers_is_refused_as_text_of_a_program(make, form, thing, what):
+    @sgl.function
+    def program(s):
+        shown = form(thing(s))
+        s._block = None  # a block that is only shown
+        assert "#" in shown
+        s += "before " + shown
+
+    with pytest.raises(sgl.ExpressionError, match=rf"^{what} has no text .* repr\(\)"):
+        program.run(backend=make())
+
+
+def test_what_is_shown_is_no_choice_and_no_part_of_an_expression_either():
+    for write in (
+        lambda text: sgl.select("x", ["a", text]),
+        lambda text: sgl.gen("y") + text,
+        lambda text: text + sgl.gen("y"),
+        lambda text: sgl.user([text]),
+    ):
+        with pytest.raises(sgl.ExpressionError, match=r"gen\('x'\) has no text"):
+            write(f"{_ITEM!r}")
+
+
+def test_text_that_only_looks_like_what_is_shown_is_text(make):
+    @sgl.function
+    def program(s):
+        s += "<jserve: gen('x') #0123456789ab> <jserve.lang.state.ProgramState object at 0>"
+
+    assert program.run(backend=make()).text().startswith("<jserve: gen")
+
+
+def test_a_trace_ends_where_python_shows_an_argument():
+    @sgl.function
+    def program(s, country):
+        s += "Tell me about "
+        s += f"{country!r}, please."
+
+    trace = program.trace()
+    assert trace.prefix == "Tell me about " and trace.steps[-1].kind == "end"
+    assert "the argument country has no text" in trace.steps[-1].text
 
 
 def test_a_program_with_a_gen_in_an_f_string_ends_there(make):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
+from typing import Any
 
 import pytest
 from native_server import running
@@ -15,6 +17,7 @@ from test_lang_engine import TEMPLATE, chat
 
 import jserve.lang as sgl
 from jserve.engine.engine import Engine
+from jserve.errors import RequestError
 from jserve.server.app import create_app
 from jserve.tokenizer.sources import byte_source
 from jserve.tokenizer.tokenizer import Tokenizer
@@ -23,6 +26,7 @@ pytestmark = [
     pytest.mark.timeout(60),
     pytest.mark.filterwarnings("ignore::jserve.lang.ProgramWarning"),
 ]
+SYNTAX = {"response_format", "regex", "ebnf", "structural_tag"}
 USAGE = {
     "prompt_tokens": 7,
     "completion_tokens": 2,
@@ -31,12 +35,12 @@ USAGE = {
 
 
 class Scripted:
-    """Chat answers tell how many messages came; completions follow the bias. `end` is how answers
-    end."""
+    """Chat answers tell how many messages came; completions follow the bias; what should follow a
+    syntax is `bound`. `end` is how answers end."""
 
     def __init__(self):
         self.requests = []
-        self.end = {"finish_reason": "stop"}
+        self.end, self.bound = {"finish_reason": "stop"}, "{}"
         routes = [
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.completions, methods=["POST"]),
@@ -48,7 +52,7 @@ class Scripted:
         self.requests.append(body)
         if body["model"] == "missing":
             return JSONResponse({"error": {"message": "no such model"}}, 404)
-        text = f"{len(body['messages'])} messages"
+        text = self.bound if SYNTAX & body.keys() else f"{len(body['messages'])} messages"
         if not body.get("stream"):
             message = {"role": "assistant", "content": text}
             choice = {"index": 0, "message": message, **self.end}
@@ -70,6 +74,7 @@ class Scripted:
         self.requests.append(body)
         biased = [int(token) for token in body.get("logit_bias", {})]
         text = chr(max(biased)) if biased else f"<{body['prompt'][-3:]}>"
+        text = self.bound if SYNTAX & body.keys() else text
         if body.get("stream"):
             choice = {"choices": [{"text": text, **self.end}]}
             return StreamingResponse([f"data: {json.dumps(choice)}\n\n", "data: [DONE]\n\n"])
@@ -107,7 +112,7 @@ def talk(s):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_chat_model_gets_messages_and_openais_fields(server, open_backend, stream):
     state = talk.run(backend=open_backend(), temperature=0, stream=stream)
-    assert state["a"] == "2 messages" and state["b"] == "4 messages"
+    assert state["a"] == "2 messages" and state["b"] == "{}"
     first, second = server.requests
     expected = {"model": "gpt-4", "max_tokens": 9, "temperature": 0, "top_p": 1.0, "n": 1}
     expected |= {"stop": ["!"]}
@@ -189,6 +194,104 @@ def test_an_answer_that_was_broken_off_is_an_error(
     with pytest.raises(sgl.ProgramError, match="gen\\('a'\\)"):
         _ = state["a"]
     assert len(server.requests) == 1
+
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "pattern": r"^\p{Lu}"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+ANN = '{"age": 7,\n\t"name": "Ann"}'  # in another order than the schema's
+TAG = {"format": {"type": "const_string", "value": "yes"}}
+FITTING: list[tuple[dict[str, Any], str, str]] = [  # (asked for, answer, finish_reason)
+    ({"regex": "[1-5]"}, "3", "stop"),
+    ({"regex": "[a-z]{9}"}, "abc", "length"),
+    ({"regex": "a+,b", "stop": ","}, "aa", "stop"),
+    ({"dtype": int}, "-12", "stop"),
+    ({"json_schema": PERSON}, ANN, "stop"),
+    ({"json_schema": PERSON}, ANN[:-5], "length"),
+    ({"json_schema": "$$ANY$$"}, " [1, null]\n", "stop"),
+    ({"json_schema": {"$ref": "#/$defs/a", "$defs": {"a": {"const": 1}}}}, "1", "stop"),
+    ({"json_object": True}, '{"a": []}', "stop"),
+    ({"ebnf": 'root ::= "a" [0-9]'}, "a1", "stop"),
+    ({"structural_tag": TAG}, "yes", "stop"),
+]
+NOT_FITTING = [
+    ({"regex": "[1-5]"}, "I say 3", "stop", "regex [1-5]: it does not allow this text"),
+    ({"regex": "[a-z]{9}"}, "abc", "stop", "does not allow"),
+    ({"regex": "[a-z]{9}"}, "Sure, abc", "length", "does not allow"),
+    ({"dtype": int}, "twelve", "stop", "does not match its regex"),
+    ({"json_schema": PERSON}, "Sure! Here is", "stop", "json_schema: it is not JSON"),
+    ({"json_schema": PERSON}, "Sure! Here is", "length", "it is not JSON"),
+    ({"json_schema": PERSON}, f"```json\n{ANN}\n```", "stop", "it is not JSON"),
+    ({"json_schema": PERSON}, ANN[:-5], "stop", "it is not JSON"),
+    ({"json_schema": PERSON}, ANN.replace("7", '"7"'), "stop", "at $.age: '7' is not of type"),
+    ({"json_schema": PERSON}, ANN.replace("Ann", "ann"), "stop", "at $.name: 'ann' does not match"),
+    ({"json_schema": {"type": "number"}}, "NaN", "stop", "NaN is not JSON"),
+    ({"json_schema": {"$ref": "http://a.b/c"}}, "1", "stop", "cannot be checked here"),
+    ({"json_object": True}, "[1]", "stop", "json_object: at $: [1] is not of type 'object'"),
+    ({"ebnf": 'root ::= "a" [0-9]'}, "b1", "stop", "ebnf: it does not allow"),
+    ({"structural_tag": TAG}, "no", "stop", "structural_tag: it does not allow"),
+]
+
+
+def bound(server, backend, asked, answer, reason, **run):
+    @sgl.function
+    def program(s):
+        s += sgl.user("U") + sgl.assistant(sgl.gen("a", **asked))
+
+    server.bound, server.end = answer, {"finish_reason": reason}
+    return program.run(backend=backend, **run)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("model", ["gpt-4", "x-instruct"])
+def test_an_answer_that_fits_what_was_asked_for_is_taken(server, open_backend, model, stream):
+    backend = open_backend(model)
+    for asked, answer, reason in FITTING:
+        state = bound(server, backend, asked, answer, reason, stream=stream)
+        assert state.error() is None and state["a"] == answer, asked
+        assert SYNTAX & server.requests[-1].keys(), asked
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("model", ["gpt-4", "x-instruct"])
+def test_an_answer_of_a_server_that_ignored_the_syntax_is_an_error_at_its_line(
+    server, open_backend, model, stream
+):
+    backend = open_backend(model)
+    for asked, answer, reason, message in NOT_FITTING:
+        state = bound(server, backend, asked, answer, reason, stream=stream)
+        error = state.error()
+        assert isinstance(error, sgl.ProgramError) and message in str(error), (asked, error)
+        assert re.match(
+            r".*test_lang_openai\.py:\d+, in program: gen\('a'\): the answer", str(error)
+        )
+        assert isinstance(error.__cause__, sgl.BackendError)
+        with pytest.raises(sgl.ProgramError):
+            _ = state["a"]
+
+
+def test_every_one_of_n_answers_must_fit(server, open_backend):
+    state = bound(server, open_backend(), {"regex": "[1-5]", "n": 2}, "9", "stop")
+    assert "the answer, '9', does not match" in str(state.error())
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"json_schema": "{"}, "json_schema is not JSON"),
+        ({"json_schema": {"type": "strange"}}, "json_schema: at $.type: 'strange' is not valid"),
+        ({"ebnf": "root ::= ("}, "Failed to compile ebnf grammar"),
+    ],
+)
+def test_what_no_answer_can_be_held_against_is_refused_unasked(
+    server, open_backend, asked, message
+):
+    error = bound(server, open_backend(), asked, "1", "stop").error()
+    assert isinstance(error, sgl.ProgramError) and message in str(error), error
+    assert isinstance(error.__cause__, RequestError) and server.requests == []
 
 
 def test_a_select_that_was_broken_off_is_an_error(server, open_backend):

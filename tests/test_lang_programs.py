@@ -167,7 +167,7 @@ def test_expressions_are_put_in_a_row_with_plus_and_with_text(make):
 def test_a_dtype_is_a_regex_and_for_numbers_stops(make, dtype, answer, regex, stop):
     @sgl.function
     def program(s):
-        s += sgl.gen("x", dtype=dtype)
+        s += "q" + sgl.gen("x", dtype=dtype)
 
     backend = make({"x": answer})
     assert program.run(backend=backend)["x"] == answer  # texts keep their quotes
@@ -196,7 +196,7 @@ def test_what_gen_and_select_refuse():
 def test_choices_in_gen_are_a_select(make):
     @sgl.function
     def program(s):
-        s += sgl.gen("x", choices=["yes", "no"], choices_method=sgl.greedy_token_selection)
+        s += "q" + sgl.gen("x", choices=["yes", "no"], choices_method=sgl.greedy_token_selection)
 
     state = program.run(backend=make({"x": "no"}))
     assert state["x"] == "no"
@@ -206,7 +206,7 @@ def test_choices_in_gen_are_a_select(make):
 def test_a_schema_may_be_a_dict_and_the_script_must_follow_it(make):
     @sgl.function
     def program(s):
-        s += sgl.gen("x", json_schema={"type": "object"})
+        s += "q" + sgl.gen("x", json_schema={"type": "object"})
 
     backend = make({"x": ["{}", "no json"]})
     assert program.run(backend=backend)["x"] == "{}"
@@ -306,7 +306,7 @@ def test_branches_run_at_the_same_time(make):
     @sgl.function
     def program(s):
         branches = s.fork(4)
-        branches += sgl.gen("slow")
+        branches += "q" + sgl.gen("slow")
         wait_for(lambda: backend.started == 4)
         backend.gate.set()
         branches.join()
@@ -390,9 +390,9 @@ def test_a_branch_that_fails_fails_who_reads_it_and_not_the_join(make):
     @sgl.function
     def program(s):
         branches = s.fork(3)
-        branches += lambda i: sgl.gen("even" if i % 2 == 0 else "odd")
+        branches += lambda i: "q" + sgl.gen("even" if i % 2 == 0 else "odd")
         branches.join()
-        s += sgl.gen("rest")
+        s += "q" + sgl.gen("rest")
         return s["even"]
 
     backend = make({"even": "E", "odd": ValueError("odd one out"), "rest": "R"})
@@ -406,7 +406,7 @@ def test_appending_a_branch_that_failed_fails_the_program(make):
     @sgl.function
     def program(s):
         branches = s.fork(2)
-        branches += [sgl.gen("a"), sgl.gen("b")]
+        branches += ["q" + sgl.gen("a"), "q" + sgl.gen("b")]
         branches.join("concate_and_append")
 
     state = program.run(backend=make({"a": "A", "b": ValueError("no luck")}))
@@ -416,7 +416,7 @@ def test_appending_a_branch_that_failed_fails_the_program(make):
 def test_what_the_function_raises_is_raised_by_run_and_kept_by_run_batch(make):
     @sgl.function
     def program(s, number):
-        s += sgl.gen("x")
+        s += "q" + sgl.gen("x")
         if number == 1:
             raise LookupError(f"number {number}")
 
@@ -451,7 +451,7 @@ def test_none_cannot_be_added(make):
 def test_a_value_can_be_waited_for_with_a_limit(make):
     @sgl.function
     def program(s):
-        s += sgl.gen("slow")
+        s += "q" + sgl.gen("slow")
         with pytest.raises(TimeoutError, match="variable 'slow' did not come within 0.01 s"):
             s.get_var("slow", timeout=0.01)
         with pytest.raises(TimeoutError):
@@ -499,7 +499,7 @@ def test_values_of_a_streaming_program_can_be_awaited_before_it_names_them(make)
     @sgl.function
     def program(s):
         time.sleep(0.05)
-        s += sgl.gen("x")
+        s += "q" + sgl.gen("x")
         with pytest.raises(KeyError):
             _ = s["never"]  # its own thread does not wait for what nobody has asked for
 
@@ -519,7 +519,7 @@ def test_an_async_stream_gives_deltas_and_their_meta_information(make):
 
     @sgl.function
     def program(s):
-        s += sgl.gen("x")
+        s += "q" + sgl.gen("x")
 
     async def read():
         state = program.run(backend=backend, stream=True)
@@ -535,7 +535,7 @@ def test_an_async_stream_gives_deltas_and_their_meta_information(make):
 
     backend = make({"x": "one two three four"}, kind=Scored)
     texts, entries, whole = asyncio.run(read())
-    assert "".join(texts) == "one two three four" == "".join(whole)
+    assert "q" + "".join(texts) == "qone two three four" == "".join(whole)
     assert [entry[2] for entry in entries] == ["one", " two", " three", " four"]
 
 
@@ -600,7 +600,7 @@ def test_a_program_can_be_cancelled_by_another_thread_while_run_waits(make, thre
 def test_a_program_runs_beside_an_event_loop_and_is_cancelled_with_its_task(make):
     @sgl.function
     def program(s, name):
-        s += sgl.gen(name)
+        s += "q" + sgl.gen(name)
         return s[name]
 
     async def main():
@@ -654,21 +654,21 @@ def test_an_interrupt_cancels_what_is_under_way(make):
 def test_what_will_never_come_is_not_waited_for(make):
     @sgl.function
     def program(s):
-        s += sgl.separate_reasoning(sgl.gen("a"), model_type="qwen3")
+        s += "q" + sgl.separate_reasoning(sgl.gen("a"), model_type="qwen3")
         assert s["a"] == "A"
         with pytest.raises(KeyError):
             _ = s["a_reasoning_content"]  # a program that streams does not split
         s += "done"
 
     state = program.run(backend=make({"a": "A"}), stream=True)
-    assert state.text() == "Adone" and state.error() is None
+    assert state.text() == "qAdone" and state.error() is None
 
 
 @pytest.mark.parametrize("threaded", [True, False])
 def test_a_backend_that_is_shut_down_ends_its_programs(make, threaded):
     @sgl.function
     def program(s):
-        s += sgl.gen("x")
+        s += "q" + sgl.gen("x")
         _ = s["x"]
         backend.shutdown()
         s += "more" + sgl.gen("slow")
@@ -779,7 +779,7 @@ def test_a_progress_bar_counts_programs(make, capsys):
 def test_a_generator_of_states_begins_before_all_are_done_and_can_be_left(make):
     @sgl.function
     def program(s, name):
-        s += sgl.gen(name)
+        s += "q" + sgl.gen(name)
         _ = s[name]
 
     backend = make({"x": "X"}, kind=Held)
@@ -795,7 +795,7 @@ def test_a_generator_has_at_most_200_under_way(make):
     @sgl.function
     def program(s, number):
         counted.append(number)
-        s += sgl.gen("x")
+        s += "q" + sgl.gen("x")
 
     counted = []
     states = program.run_batch(

@@ -11,7 +11,7 @@ from jserve.errors import RequestError
 from jserve.lang.board import Board
 from jserve.lang.errors import ExpressionError
 from jserve.lang.loop import LoopThread
-from jserve.lang.named_templates import name_for_model, named_template
+from jserve.lang.named_templates import _TEMPLATES, name_for_model, named_template
 from jserve.lang.roles import RoleTemplate
 from jserve.lang.transcript import Transcript
 from jserve.tokenizer.chat_template import ChatTemplate
@@ -217,3 +217,17 @@ def test_a_models_path_suggests_its_template(path, name):
 def test_an_unknown_template_is_refused_with_the_nearest_name():
     with pytest.raises(ExpressionError, match="did you mean chatml"):
         sgl.TestBackend(chat_template_name="chatlm")
+
+
+def test_named_templates_look_one_message_back_and_see_no_more_in_the_whole() -> None:
+    loop = LoopThread()
+    for name in _TEMPLATES:
+        near = named_template(name)
+        whole = RoleTemplate(near._render, near.stops)
+        for roles in itertools.product(("system", "user", "assistant"), repeat=3):
+            for count in range(3):
+                before, role = roles[:count], roles[count]
+                begins = [loop.call(one.begin(before, role)) for one in (near, whole)]
+                ends = [loop.call(one.end(roles[: count + 1])) for one in (near, whole)]
+                assert begins[0] == begins[1] and ends[0] == ends[1], (name, roles, count)
+    loop.close()

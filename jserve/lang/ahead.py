@@ -44,6 +44,6 @@ class Ahead:
 
 
 def _plain(sampling: Sampling) -> bool:
-    """One free answer that ends at a text."""
-    constrained = sampling.regex is not None or sampling.json_schema is not None
-    return bool(sampling.stop) and sampling.n == 1 and not constrained
+    """One free answer that ends at a text, and without it."""
+    free = sampling.constraint is None and not sampling.no_stop_trim
+    return bool(sampling.stop) and sampling.n == 1 and free

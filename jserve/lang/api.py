@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Unpack, get_type_hints
 
 from jserve.grammar.backend import GrammarError
 from jserve.grammar.regex_syntax import whole_match
@@ -12,9 +13,11 @@ from jserve.lang import choices as methods
 from jserve.lang import ir
 from jserve.lang.choices import ChoicesMethod
 from jserve.lang.errors import ExpressionError
-from jserve.lang.sampling import Sampling, dtype_name
+from jserve.lang.sampling import SYNTAXES, MoreArguments, Sampling, dtype_name
+from jserve.lang.shown import check_text
 from jserve.lang.site import caller
 from jserve.parsers.reasoning import check_model_type
+from jserve.types.wording import nearest_name
 
 
 def gen(
@@ -41,15 +44,15 @@ def gen(
     choices_method: ChoicesMethod | None = None,
     regex: str | None = None,
     json_schema: str | Mapping[str, Any] | None = None,
+    **more: Unpack[MoreArguments],
 ) -> ir.Expr:
-    """Text that the model writes here, as variable `name`. What is not given is run()'s.
+    """Text that the model writes here, as variable `name`; what is not given is run()'s. Raises
+    DtypeError, ExpressionError.
 
     Args:
         dtype: int, float, bool or str (in quotes): text of that form; it wins over `regex`.
         choices: as `select`; only temperature and choices_method go with it.
-        regex, json_schema: the text matches it; a schema may be a dict.
-
-    Raises DtypeError, ExpressionError.
+        regex, json_schema; ebnf, structural_tag or json_object of `more`: what the text matches.
     """
     sampling = Sampling(
         max_new_tokens=max_tokens,
@@ -72,11 +75,21 @@ def gen(
         dtype=dtype,
         regex=regex,
         json_schema=json_schema,
+        **_known(more),
     )
     if choices is not None:
         return _chosen(name, choices, choices_method, sampling)
-    _check_forms(sampling, choices_method)
-    return ir.Gen(name, sampling, caller())
+    return ir.Gen(name, _checked(sampling, choices_method), caller())
+
+
+def _known(more: MoreArguments) -> MoreArguments:
+    """Raises ExpressionError."""
+    names = get_type_hints(MoreArguments)
+    if wrong := [name for name in more if name not in names]:
+        near = nearest_name(wrong[0], inspect.signature(gen).parameters.keys() | names.keys())
+        hint = f"; did you mean {near}?" if near else "."
+        raise ExpressionError(f"gen has no parameter {wrong[0]}{hint}")
+    return more
 
 
 #: Sampling parameters that gen calls otherwise.
@@ -95,12 +108,14 @@ def _chosen(
     return select(name, choices, sampling.temperature or 0.0, method or _DEFAULT_METHOD)
 
 
-def _check_forms(sampling: Sampling, method: ChoicesMethod | None) -> None:
-    """One at most, a regex by the rules of the server's own grammars."""
+def _checked(sampling: Sampling, method: ChoicesMethod | None) -> Sampling:
+    """One form at most, a regex by the rules of the server's own grammars."""
     if method is not None:
         raise ExpressionError("gen: choices_method needs choices.")
-    if sampling.json_schema is not None and not sampling.dtype is sampling.regex is None:
-        raise ExpressionError("gen: give json_schema, or regex or dtype, not both.")
+    syntaxes = [name for name in SYNTAXES if getattr(sampling, name) not in (None, False)]
+    if len(syntaxes) > 1 or (syntaxes and not sampling.dtype is sampling.regex is None):
+        others = ", ".join(syntaxes[1:]) or "regex or dtype"
+        raise ExpressionError(f"gen: give {syntaxes[0]}, or {others}, not both.")
     if sampling.dtype is not None and sampling.regex is not None:
         kind = dtype_name(sampling.dtype)
         warnings.warn(f"gen: dtype {kind} wins over regex", stacklevel=3)
@@ -112,6 +127,7 @@ def _check_forms(sampling: Sampling, method: ChoicesMethod | None) -> None:
         except (GrammarError, RecursionError) as error:
             message = f"gen: regex {sampling.regex!r} cannot be used: {error}."
             raise ExpressionError(message) from None
+    return sampling
 
 
 def gen_int(name: str | None = None, max_tokens: int | None = None, **sampling: Any) -> ir.Expr:
@@ -124,7 +140,7 @@ def gen_string(name: str | None = None, max_tokens: int | None = None, **samplin
     return _typed("gen_string", str, name, max_tokens, sampling)
 
 
-_NOT_TYPED = {"min_tokens", "dtype", "choices", "choices_method", "regex", "json_schema"}
+_NOT_TYPED = {"min_tokens", "dtype", "choices", "choices_method", "regex", *SYNTAXES}
 
 
 def _typed(
@@ -147,6 +163,8 @@ def select(
         given = tuple(choices)  # once: it may be a generator
     if not given or not all(isinstance(one, str) for one in given):
         raise ExpressionError(f"select needs a list of texts as choices, got {choices!r}.")
+    for one in given:
+        check_text(one)
     if not isinstance(choices_method, ChoicesMethod):
         names = (
             "token_length_normalized, greedy_token_selection, unconditional_likelihood_normalized"

@@ -1,18 +1,21 @@
 """How a trace ends a function that would go on: at once, and however the function takes it.
 
-Owns the exception that stops it, the count of what it did, and the thread that it runs in; knows
-nothing of programs.
+Owns the exception that stops it, the count of what it did, its time, and the thread that it runs
+in; knows nothing of programs.
 """
 
 from __future__ import annotations
 
 import contextvars
+import ctypes
 import threading
 from collections.abc import Callable
 from typing import NoReturn
 
 #: So often a function may catch that it was stopped and go on, before it is left behind.
 MOST_SWALLOWED = 100
+#: Seconds that an interrupted function has to end, and how often it is.
+_GRACE, _INTERRUPTS = 0.1, 10
 
 
 class Stopped(BaseException):
@@ -26,11 +29,12 @@ class Bounds:
 
     Args:
         most: so many operations it may do.
+        seconds: so long it may take, whatever it does.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, seconds: float) -> None:
         self.why: str | None = None
-        self._most = most
+        self._most, self._seconds = most, seconds
         self._done = self._swallowed = 0
         self._stopped = self._left_behind = False
         self._over = threading.Event()
@@ -72,7 +76,8 @@ class Bounds:
         )
         self._thread.start()
         try:
-            self._over.wait()
+            if not self._over.wait(self._seconds):
+                self._interrupt()
         except BaseException:  # an interrupt
             self._stopped = True
             raise
@@ -80,6 +85,19 @@ class Bounds:
             self._thread.join()
         if failed:
             raise failed[0]
+
+    def _interrupt(self) -> None:
+        """It may never come back to `count`: raise Stopped where it is. What waits for something,
+        or catches that too, is left behind, and ends when it does anything more."""
+        self.why = f"it took longer than {self._seconds:g} s"
+        self._stopped = True
+        assert self._thread is not None and self._thread.ident is not None
+        at, what = ctypes.c_ulong(self._thread.ident), ctypes.py_object(Stopped)
+        for _ in range(_INTERRUPTS):
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(at, what)
+            if self._over.wait(_GRACE):
+                return
+        self._left_behind = True
 
     def _leave_behind(self) -> None:
         """Nothing ends a thread that catches everything: it stands still from here on."""

@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TypeAlias
 from jserve.lang.choices import ChoicesMethod
 from jserve.lang.errors import ExpressionError
 from jserve.lang.sampling import Sampling
+from jserve.lang.shown import check_text, shown
 from jserve.lang.site import Site, caller
 
 
@@ -29,22 +30,25 @@ class Expr:
 
     def __str__(self) -> str:
         """Refused, as in an f-string: text of it would be Python's, not the model's."""
-        what = "an expression" if isinstance(self, ExprList) else described(self, caller())[1]
         raise ExpressionError(
-            f"{what} has no text before it is run: put it beside text with +, as in "
+            f"{in_words(self)} has no text before it is run: put it beside text with +, as in "
             '"a " + gen("x") + " b", not into an f-string, format() or str().'
         )
 
     def __format__(self, spec: str) -> str:
         return str(self)
 
+    def __repr__(self) -> str:
+        """For debuggers; refused where it would become a part of the prompt."""
+        return shown(in_words(self))
 
-@dataclasses.dataclass(frozen=True, slots=True)
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Text(Expr):
     value: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Gen(Expr):
     """Text of the model, kept as variable `name` when it has one."""
 
@@ -53,7 +57,7 @@ class Gen(Expr):
     site: Site
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Select(Expr):
     """The likeliest of `choices` by `method`, kept as variable `name`."""
 
@@ -64,36 +68,36 @@ class Select(Expr):
     site: Site
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class RoleBegin(Expr):
     role: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class RoleEnd(Expr):
     role: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class ScopeBegin(Expr):
     """From here to its end, text is variable `name` too."""
 
     name: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class ScopeEnd(Expr):
     name: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Commit(Expr):
     """The text so far goes into the backend's cache, because `num_branches` will share it."""
 
     num_branches: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class SeparateReasoning(Expr):
     """`expr`, its variables split into reasoning and answer."""
 
@@ -102,7 +106,7 @@ class SeparateReasoning(Expr):
     site: Site
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class ExprList(Expr):
     items: tuple[Expr, ...]
 
@@ -114,7 +118,7 @@ class Unknown(Expr):
     __slots__ = ()
 
     def _refuse(self, *_: Any) -> Any:
-        raise TypeError(f"{self!r} has no value while the program is traced")
+        raise TypeError(f"{in_words(self)} has no value while the program is traced")
 
     __bool__ = __len__ = __iter__ = __contains__ = __getitem__ = _refuse
     __str__ = __int__ = __float__ = __index__ = _refuse
@@ -127,29 +131,23 @@ class Unknown(Expr):
         return self._refuse()
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"{self!r} has no value while the program is traced")
+        raise AttributeError(f"{in_words(self)} has no value while the program is traced")
 
     __hash__ = None  # type: ignore[assignment]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Argument(Unknown):
     """An argument of the program."""
 
     name: str
 
-    def __repr__(self) -> str:
-        return f"the argument {self.name}"
 
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Variable(Unknown):
     """What the program has generated, or will have."""
 
     name: str
-
-    def __repr__(self) -> str:
-        return f"the variable {self.name}"
 
 
 class Said:
@@ -172,6 +170,9 @@ class Said:
     def __format__(self, spec: str) -> str:
         return self.refuse()
 
+    def __repr__(self) -> str:
+        return shown(f"s.{self._role}(…)")
+
     def refuse(self) -> NoReturn:
         role = self._role
         raise ExpressionError(
@@ -189,6 +190,7 @@ def as_expr(value: Any) -> Expr:
     if isinstance(value, Expr):
         return value
     if isinstance(value, str):
+        check_text(value)
         return Text(value)
     if isinstance(value, list | tuple):
         return ExprList(tuple(part for item in value for part in parts(as_expr(item))))
@@ -228,3 +230,13 @@ def described(expr: Expr, site: Site) -> tuple[Site, str]:
     if isinstance(expr, RoleBegin | RoleEnd):
         return site, f"the role {expr.role}"
     return site, "fork()" if isinstance(expr, Commit) else "s +="
+
+
+def in_words(expr: Expr) -> str:
+    """What an expression is, alone."""
+    if isinstance(expr, Argument | Variable):
+        return f"the {type(expr).__name__.lower()} {expr.name}"
+    if isinstance(expr, Text):
+        return f"the text {expr.value!r}"
+    plain = isinstance(expr, ExprList | ScopeBegin | ScopeEnd)
+    return "an expression" if plain else described(expr, caller())[1]

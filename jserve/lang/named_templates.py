@@ -129,7 +129,7 @@ def named_template(name: str) -> RoleTemplate:
     async def render(messages: Messages, opened: bool) -> str:
         return template.render(messages, add_generation_prompt=opened)
 
-    return RoleTemplate(render, named.stops)
+    return RoleTemplate(render, named.stops, reach=1)
 
 
 def name_for_model(path: str) -> str:

@@ -20,6 +20,7 @@ from jserve.lang.errors import ExpressionError
 from jserve.lang.executor import Mode, StreamExecutor
 from jserve.lang.sampling import FIELDS, Sampling, SamplingArguments
 from jserve.lang.settings import global_config
+from jserve.lang.shown import shown
 from jserve.lang.state import ProgramState
 from jserve.lang.transcript import Transcript
 
@@ -54,6 +55,9 @@ class SglFunction:
         named = [one for one in self._parameters if one.kind is not one.VAR_KEYWORD]
         self.arg_names = [parameter.name for parameter in named]
         self.__doc__, self.__name__ = func.__doc__, func.__name__
+
+    def __repr__(self) -> str:
+        return shown(f"the program {self.__name__}")
 
     @property
     def required(self) -> list[str]:

@@ -25,42 +25,53 @@ def _mark(number: int) -> str:
 
 
 class RoleTemplate:
-    """Texts around messages. `stops` are strings at which an answer is over, beside the model's
-    own end token."""
+    """Texts around messages.
 
-    def __init__(self, render: Render, stops: Sequence[str] = ()) -> None:
-        self._render, self.stops = render, tuple(stops)
+    Args:
+        stops: strings at which an answer is over, beside the model's own end token.
+        reach: what stands around a message depends on so many messages before it, at least one;
+            None: on all, so that the whole conversation is rendered for each.
+    """
+
+    def __init__(self, render: Render, stops: Sequence[str] = (), reach: int | None = None) -> None:
+        self._render, self.stops, self._reach = render, tuple(stops), reach
         self._known: dict[tuple[tuple[str, ...], bool], tuple[list[str], bool]] = {}
 
     async def begin(self, roles: Sequence[str], role: str) -> str:
         """What a message of `role` adds before its content, behind messages of `roles`. Raises
         RequestError when the model knows no such conversation."""
-        before = await self._behind(tuple(roles))
-        if role == "assistant" and roles:
-            texts, _ = await self._texts(tuple(roles), True)
+        near = self._near(roles)
+        before = await self._behind(near)
+        if role == "assistant" and near:
+            texts, _ = await self._texts(near, True)
             opened = _without(texts[-1], before)
             if opened:
                 return opened
-        texts, _ = await self._around((*roles, role))
-        return _without(texts[len(roles)], before)
+        texts, _ = await self._around((*near, role))
+        return _without(texts[-2], before)
 
     async def end(self, roles: Sequence[str]) -> str:
         """What stands behind the content of the last of `roles`."""
-        return await self._behind(tuple(roles))
+        return await self._behind(self._near(roles))
 
     async def trims(self, roles: Sequence[str]) -> bool:
         """Whether blanks around the content of the last of `roles` do not count."""
-        return (await self._around(tuple(roles)))[1]
+        return (await self._around(self._near(roles)))[1]
+
+    def _near(self, roles: Sequence[str]) -> tuple[str, ...]:
+        """The last of `roles`, as many as matter."""
+        return tuple(roles if self._reach is None else roles[-self._reach :])
 
     async def _behind(self, roles: tuple[str, ...]) -> str:
         if not roles:
             return ""
         texts, _ = await self._around(roles)
-        return texts[len(roles)]
+        return texts[-1]
 
     async def _around(self, roles: tuple[str, ...]) -> tuple[list[str], bool]:
-        """Texts before, between and behind the contents. A template that refuses to end there (a
-        system message alone) gets a user message too; then nothing is known to stand behind."""
+        """The last of the texts before, between and behind the contents. A template that refuses to
+        end there (a system message alone) gets a user message too; then nothing is known to stand
+        behind."""
         try:
             return await self._texts(roles, False)
         except RequestError:
@@ -70,6 +81,7 @@ class RoleTemplate:
             return [*texts[:-2], ""], trims
 
     async def _texts(self, roles: tuple[str, ...], opened: bool) -> tuple[list[str], bool]:
+        """The last three, and whether the last content's blanks were cut off."""
         known = self._known.get((roles, opened))
         if known is None:
             marks = [_mark(i) for i in range(len(roles))]
@@ -78,25 +90,26 @@ class RoleTemplate:
                 {"role": role, "content": content}
                 for role, content in zip(roles, contents, strict=True)
             ]
-            known = _split(await self._render(messages, opened), marks)
-            self._known[roles, opened] = known
+            texts, trims = _split(await self._render(messages, opened), marks)
+            known = self._known[roles, opened] = texts[-3:], trims
         return known
 
 
 def _split(text: str, marks: Sequence[str]) -> tuple[list[str], bool]:
     """Texts between `marks`, and whether the last one's blanks were cut off."""
-    texts = []
-    trims = True
+    texts, trims, end = [], True, 0
     for mark in marks:
-        before, found, text = text.partition(mark)
-        if not found:
+        begin = text.find(mark, end)
+        if begin < 0:
             why = "the chat template does not show every message, or not in its order."
             raise RequestError(why, "messages")
+        before = text[end:begin]
         trims = not before.endswith(_BLANK)
         if texts:
             before = before.removeprefix(_BLANK)
         texts.append(before.removesuffix(_BLANK))
-    return [*texts, text.removeprefix(_BLANK)], trims
+        end = begin + len(mark)
+    return [*texts, text[end:].removeprefix(_BLANK)], trims
 
 
 def _without(text: str, before: str) -> str:

@@ -24,7 +24,39 @@ _DTYPES = {int: "int", float: "float", bool: "bool", str: "str"} | {name: name f
 _NUMBER_STOPS = (" ", "\n")  # a number is over there
 
 
-class SamplingArguments(TypedDict, total=False):
+#: What else than a regex or a dtype says what the text must look like; one of all at most.
+SYNTAXES = ("json_schema", "ebnf", "structural_tag", "json_object")
+_FORMS: tuple[tuple[str, Any, str], ...] = (
+    ("regex", str, "a text"),
+    ("json_schema", str | Mapping, "a dict or text"),
+    ("ebnf", str, "a text"),
+    ("structural_tag", str | Mapping, "a dict or text"),
+    ("json_object", bool, "true or false"),
+    ("logit_bias", Mapping, "a dict from token ids to numbers"),
+)
+#: Sent by their names where they are said.
+_AS_SAID = (
+    *("repetition_penalty", "sampling_seed", "no_stop_trim", "skip_special_tokens"),
+    *("spaces_between_special_tokens", "stream_interval"),
+)
+
+
+class MoreArguments(TypedDict, total=False):
+    """Of Sampling's fields, those that SGLang's gen has not, for type checkers."""
+
+    ebnf: str | None
+    structural_tag: str | Mapping[str, Any] | None
+    json_object: bool | None
+    repetition_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    sampling_seed: int | None
+    no_stop_trim: bool | None
+    skip_special_tokens: bool | None
+    spaces_between_special_tokens: bool | None
+    stream_interval: int | None
+
+
+class SamplingArguments(MoreArguments, total=False):
     """Sampling's fields, for type checkers."""
 
     max_new_tokens: int | None
@@ -82,15 +114,24 @@ class Sampling:
     dtype: str | type | None = None
     regex: str | None = None
     json_schema: str | Mapping[str, Any] | None = None
+    ebnf: str | None = None
+    structural_tag: str | Mapping[str, Any] | None = None
+    json_object: bool | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[int, float] | None = None  # by token id
+    sampling_seed: int | None = None
+    no_stop_trim: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    stream_interval: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("stop", "stop_regex"):
             _check_list(name, getattr(self, name), str, "a text or a list of texts")
         _check_list("stop_token_ids", self.stop_token_ids, int, "a list of token ids")
-        if not isinstance(self.regex, str | None):
-            raise ExpressionError(f"regex must be a text, got {self.regex!r}.")
-        if not isinstance(self.json_schema, str | Mapping | None):
-            raise ExpressionError(f"json_schema must be a dict or text, got {self.json_schema!r}.")
+        for name, kind, words in _FORMS:
+            if not isinstance(value := getattr(self, name), kind | None):
+                raise ExpressionError(f"{name} must be {words}, got {value!r}.")
 
     def over(self, base: Sampling) -> Sampling:
         """What is said here, and the rest of `base`."""
@@ -112,7 +153,6 @@ class Sampling:
             name = dtype_name(said.dtype)
             regex = _REGEX[name]
             stop += _NUMBER_STOPS if name in ("int", "float") else ()
-        schema = said.json_schema
         return dataclasses.replace(
             said,
             stop=tuple(dict.fromkeys((*stop, *stops))),
@@ -120,7 +160,8 @@ class Sampling:
             stop_token_ids=tuple(said.stop_token_ids or ()),
             dtype=None,
             regex=regex,
-            json_schema=json.dumps(schema) if isinstance(schema, Mapping) else schema,
+            json_schema=_as_text("json_schema", said.json_schema),
+            structural_tag=_as_text("structural_tag", said.structural_tag),
         )
 
     @property
@@ -130,7 +171,8 @@ class Sampling:
             return f"dtype {dtype_name(self.dtype)}"
         if self.regex is not None:
             return f"regex {self.regex}"
-        return None if self.json_schema is None else "json_schema"
+        said = (name for name in SYNTAXES if getattr(self, name) not in (None, False))
+        return next(said, None)
 
     def to_native(self) -> dict[str, Any]:
         """SGLang's `sampling_params`, of what `resolved` gave."""
@@ -141,9 +183,11 @@ class Sampling:
         params = {name: getattr(self, name) for name in names}
         for name in ("stop", "stop_token_ids", "stop_regex"):
             params[name] = list(getattr(self, name))
-        for name in ("regex", "json_schema"):
+        for name in ("regex", *SYNTAXES, *_AS_SAID):
             if (value := getattr(self, name)) is not None:
                 params[name] = value
+        if self.logit_bias is not None:
+            params["logit_bias"] = _keyed(self.logit_bias)
         return params
 
     def to_openai(self) -> dict[str, Any]:
@@ -157,21 +201,26 @@ class Sampling:
         if self.stop:
             body["stop"] = list(self.stop)
         idle = dataclasses.asdict(DEFAULTS)
-        names = {"min_new_tokens": "min_tokens"} | {
+        names = {"min_new_tokens": "min_tokens", "sampling_seed": "seed"} | {
             name: name
             for name in (
                 *("frequency_penalty", "presence_penalty", "top_k", "min_p", "ignore_eos"),
-                *("stop_token_ids", "stop_regex", "regex"),
+                *("stop_token_ids", "stop_regex", "regex", "ebnf", "structural_tag"),
+                *("repetition_penalty", "no_stop_trim", "skip_special_tokens"),
             )
         }
         for name, theirs in names.items():
             value = getattr(self, name)
             if value is not None and value != idle[name] and value != ():
                 body[theirs] = value
+        if self.logit_bias:
+            body["logit_bias"] = _keyed(self.logit_bias)
         if self.json_schema is not None:
-            schema = json.loads(str(self.json_schema))
+            schema = schema_value(str(self.json_schema))
             wanted = {"name": "answer", "schema": schema, "strict": True}
             body["response_format"] = {"type": "json_schema", "json_schema": wanted}
+        elif self.json_object:
+            body["response_format"] = {"type": "json_object"}
         return body
 
 
@@ -199,6 +248,25 @@ def dtype_name(dtype: str | type) -> str:
     if name is None:
         raise DtypeError(f"dtype must be int, float, bool or str, got {dtype!r}.")
     return name
+
+
+def schema_value(text: str) -> Any:
+    """A schema as JSON, SGLang's name for any value too. Raises ValueError."""
+    return {} if text == "$$ANY$$" else json.loads(text)
+
+
+def _as_text(name: str, value: str | Mapping[str, Any] | None) -> str | None:
+    if not isinstance(value, Mapping):
+        return value
+    try:
+        return json.dumps(value)
+    except (RecursionError, TypeError, ValueError) as error:
+        raise ExpressionError(f"{name} cannot be written as JSON: {error}.") from None
+
+
+def _keyed(bias: Mapping[int, float]) -> dict[str, float]:
+    """As JSON has it."""
+    return {str(token): value for token, value in bias.items()}
 
 
 def as_tuple(value: str | Sequence[str] | None) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from jserve.lang.errors import ExpressionError
 from jserve.lang.executor import StreamExecutor
 from jserve.lang.record import Step, all_steps, total_usage
 from jserve.lang.said import said_again
+from jserve.lang.shown import shown
 from jserve.lang.site import caller
 
 _JOINS = ("gather_variable", "concate_and_append")
@@ -29,6 +30,9 @@ class ProgramState:
         self.stream_executor = executor
         self._returned: Any = None
         self._block: Bracket | None = None  # the last one that was made here
+
+    def __repr__(self) -> str:
+        return shown("the state of a program")
 
     def __iadd__(self, other: ir.Addable) -> ProgramState:
         if other is None:
@@ -191,6 +195,9 @@ class Bracket:
         self._state, self._begin, self._end = state, begin, end
         self.entered, self.site = False, caller()
 
+    def __repr__(self) -> str:
+        return shown("a block for `with`")
+
     def __enter__(self) -> None:
         self.entered = True
         self._state += self._begin
@@ -219,6 +226,9 @@ class Branches:
     def __init__(self, states: list[ProgramState], source: ProgramState) -> None:
         self._states, self._source = states, source
         self._known = set(source.stream_executor.board.values)
+
+    def __repr__(self) -> str:
+        return shown(f"a fork of {len(self)}")
 
     def join(self, mode: str = "gather_variable") -> None:
         """Wait for all branches and bring them home.

@@ -20,6 +20,7 @@ from jserve.lang.errors import ExpressionError
 from jserve.lang.named_templates import named_template
 from jserve.lang.record import Step
 from jserve.lang.roles import RoleTemplate
+from jserve.lang.shown import shown
 from jserve.lang.site import Site, caller, innermost
 from jserve.lang.state import Bracket, each, role
 from jserve.lang.transcript import Transcript
@@ -27,6 +28,7 @@ from jserve.lang.transcript import Transcript
 _T = TypeVar("_T")
 #: Operations of a program that are traced: for its picture, and for the text that all runs share.
 MOST_SHOWN, MOST_SHARED = 1_000, 10_000
+MOST_SECONDS = 10.0  # of a traced program, whatever it does
 _CURRENT: contextvars.ContextVar[TracerProgramState | None] = contextvars.ContextVar(
     "jserve_lang_tracer", default=None
 )
@@ -53,7 +55,7 @@ def trace(
     prefix_only: bool = False,
 ) -> TracerProgramState:
     """Call `func` with a tracer. With `prefix_only` as far as its text is constant."""
-    bounds = Bounds(MOST_SHARED if prefix_only else MOST_SHOWN)
+    bounds = Bounds(MOST_SHARED if prefix_only else MOST_SHOWN, MOST_SECONDS)
     tracer = TracerProgramState(_Templates(backend), Transcript(Board()), bounds, prefix_only)
 
     def call() -> None:
@@ -86,6 +88,9 @@ class TracerProgramState:
         self._prefix_only, self._constant = prefix_only, True
         self._prefix_len = 0
         self._values: dict[str, Any] = {}
+
+    def __repr__(self) -> str:
+        return shown("the state of a program")
 
     @property
     def prefix(self) -> str:
@@ -282,6 +287,7 @@ class _Templates:
 
     def __init__(self, backend: Backend | None) -> None:
         self._backend = backend
+        self._default = named_template("default")
 
     def do(
         self, change: Callable[[str, RoleTemplate], Coroutine[Any, Any, None]], role: str
@@ -289,7 +295,7 @@ class _Templates:
         """`change` is a Transcript's `begin` or `end`."""
         backend = self._backend
         if backend is None:
-            _at_once(change(role, named_template("default")))
+            _at_once(change(role, self._default))
             return
 
         async def with_template() -> None:

@@ -20,6 +20,7 @@ class Transcript:
 
     board: Board
     messages: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    roles: list[str] = dataclasses.field(default_factory=list)  # of the messages
     role: str | None = None
     _opened_at: int = 0  # where the open role's content begins in the text
     _trims: bool = False  # the template cuts blanks off the open role's content
@@ -27,11 +28,8 @@ class Transcript:
 
     def branch(self, board: Board) -> Transcript:
         """A copy that goes on by itself on `board`."""
-        return dataclasses.replace(self, board=board, messages=list(self.messages))
-
-    @property
-    def roles(self) -> list[str]:
-        return [message["role"] for message in self.messages]
+        copied = {"messages": list(self.messages), "roles": list(self.roles)}
+        return dataclasses.replace(self, board=board, **copied)
 
     @property
     def opened(self) -> str:
@@ -65,5 +63,6 @@ class Transcript:
             raise ExpressionError(f"{role} ends, but the open role is {self.role}.")
         content = self.opened
         self.messages.append({"role": role, "content": content})
+        self.roles.append(role)
         self.role, self._trims, self._held = None, False, ""
         self.board.write(await template.end(self.roles))

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
+from jserve.engine.misfit import no_prompt
 from jserve.lang.backends.base import (
     Committed,
     Generation,
@@ -141,6 +142,8 @@ class NativeBackend:
         if page == 1:
             meta = _checked(await self._transport.generate({"text": text, **_NOTHING}))
             return meta["prompt_tokens"], usage_of(meta), True
+        if not ids:
+            raise no_prompt("text")
         # The first token that is scored is two before the prompt's end; what says how likely it
         # is, the token before it, is computed again.
         shared = max(len(ids) - 3, 0) // page * page
@@ -189,10 +192,10 @@ class NativeBackend:
         self.loop.close()
 
     async def _fields(self, text: str, sampling: Sampling) -> dict[str, Any]:
-        params = sampling.to_native() | {
+        params = {
             "skip_special_tokens": global_config.skip_special_tokens_in_output,
             "spaces_between_special_tokens": global_config.spaces_between_special_tokens_in_out,
-        }
+        } | sampling.to_native()
         fields = {"text": await self._own(text), "sampling_params": params}
         if sampling.return_logprob:
             fields |= {

@@ -22,6 +22,7 @@ from jserve.lang.backends.base import (
     Usage,
     check_greedy,
 )
+from jserve.lang.backends.fits import fit_of
 from jserve.lang.choices import ChoicesDecision, ChoicesMethod
 from jserve.lang.errors import BackendError
 from jserve.lang.loop import LoopThread
@@ -32,6 +33,12 @@ from jserve.lang.sampling import Sampling
 _URL = "https://api.openai.com/v1"
 _CONNECT_SECONDS = 10.0
 _FORCE = 100  # logit_bias that leaves only the tokens which have it
+#: What that API cannot say, and the value that asks for nothing.
+_NOT_HERE = {
+    "return_logprob": False,
+    "spaces_between_special_tokens": True,
+    "stream_interval": None,
+}
 _COMPLETION_MODELS = ("instruct", "davinci", "babbage")
 
 
@@ -74,12 +81,15 @@ class OpenAI:
         return self._template
 
     async def generate(self, prompt: Prompt, sampling: Sampling) -> Generation:
-        path, fields = self._request(prompt, sampling)
+        fit, (path, fields) = fit_of(sampling), self._request(prompt, sampling)
         async with self._reply(path, fields) as reply:
             body = json.loads(await reply.aread())
         for choice in body["choices"]:
             _check_ended(choice)
         texts = [self._text(choice, "message") for choice in body["choices"]]
+        if fit is not None:
+            for choice, text in zip(body["choices"], texts, strict=True):
+                fit.check(text, choice.get("finish_reason"))
         usage = _usage(body)
         metas = [_meta(choice, usage) for choice in body["choices"]]
         if sampling.n == 1:
@@ -89,9 +99,10 @@ class OpenAI:
     async def generate_stream(
         self, prompt: Prompt, sampling: Sampling
     ) -> AsyncGenerator[Generation, None]:
-        path, fields = self._request(prompt, sampling)
+        fit, (path, fields) = fit_of(sampling), self._request(prompt, sampling)
         streamed = {"stream": True, "stream_options": {"include_usage": True}}
         finish: dict[str, Any] = {}
+        texts: list[str] = []
         async with self._reply(path, fields | streamed) as reply:
             async for line in reply.aiter_lines():
                 data = line.removeprefix("data:").strip()
@@ -103,10 +114,13 @@ class OpenAI:
                 if body["choices"]:
                     finish = body["choices"][0]
                     _check_ended(finish)
-                    yield Generation(self._text(finish, "delta"), _meta(finish, Usage()), Usage())
+                    texts.append(self._text(finish, "delta"))
+                    yield Generation(texts[-1], _meta(finish, Usage()), Usage())
                 elif body.get("usage"):
                     usage = _usage(body)
                     yield Generation("", _meta(finish, usage), usage)
+        if fit is not None:
+            fit.check("".join(texts), finish.get("finish_reason"))
 
     async def select(
         self, prompt: Prompt, choices: Sequence[str], temperature: float, method: ChoicesMethod
@@ -151,8 +165,9 @@ class OpenAI:
         self.loop.close()
 
     def _request(self, prompt: Prompt, sampling: Sampling) -> tuple[str, dict[str, Any]]:
-        if sampling.return_logprob:
-            raise BackendError("return_logprob is for engines and their servers, not OpenAI's API")
+        for name, idle in _NOT_HERE.items():
+            if getattr(sampling, name) not in (None, idle):
+                raise BackendError(f"{name} is for engines and their servers, not OpenAI's API")
         fields = {"model": self._model, **sampling.to_openai()}
         if not self.is_chat_model:
             return "/completions", fields | {"prompt": prompt.text}

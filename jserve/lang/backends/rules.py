@@ -9,11 +9,13 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+from jserve.engine.grammars import FIELDS
+from jserve.engine.misfit import no_prompt
 from jserve.engine.ranges import check_ranges
 from jserve.engine.sampling_params import sampling_from_dict
 from jserve.errors import RequestError
 from jserve.grammar.backend import Backend, GrammarError, Template, Vocabulary
-from jserve.grammar.choice import make_backend
+from jserve.grammar.choice import choose_backend, make_backend
 from jserve.grammar.spec import spec_of
 from jserve.lang.sampling import Sampling
 from jserve.tokenizer.stop_regex import check_stop_regexes, text_filter
@@ -44,14 +46,14 @@ class Rules:
         or max_new_tokens cuts need not be whole."""
         kept, read, stopped = self._cut(text)
         if stopped is not None:
-            allowed = self._begins(read) or self._is_whole(kept)
+            allowed = self.begins(read) or self.is_whole(kept)
             return Ended(kept, {"type": "stop", "matched": stopped}) if allowed else None
-        if self._is_whole(text):
+        if self.is_whole(text):
             return Ended(text, dict(_OVER))
         limit = self.params.max_new_tokens
-        if limit is not None and len(text) >= limit and self._begins(text):
+        if limit is not None and len(text) >= limit and self.begins(text):
             return Ended(text, {"type": "length", "length": len(text)})
-        cut = (stop for stop in self.params.stop if self._begins(text + stop))  # the script did it
+        cut = (stop for stop in self.params.stop if self.begins(text + stop))  # the script did it
         stopped = next(cut, None)
         return None if stopped is None else Ended(text, {"type": "stop", "matched": stopped})
 
@@ -65,14 +67,14 @@ class Rules:
                     return kept, text[:count], stops.stopped
         return text, text, None
 
-    def _begins(self, text: str) -> bool:
+    def begins(self, text: str) -> bool:
         """Whether a whole answer can begin so."""
         if self.template is None:
             return True
         matcher = self.template.fork()
         return all(matcher.accept(byte) for byte in text.encode())
 
-    def _is_whole(self, text: str) -> bool:
+    def is_whole(self, text: str) -> bool:
         if self.template is None:
             return True
         matcher = self.template.fork()
@@ -80,15 +82,33 @@ class Rules:
         return taken and (matcher.finished or matcher.accept(_END))
 
 
-def rules_of(sampling: Sampling, prompt_len: int) -> Rules:
+def rules_of(sampling: Sampling, prompt: str) -> Rules:
     """The rules of a call, of what `resolved` gave. Raises RequestError naming the field for one
-    that an engine would not take. An empty prompt passes: many tokenizers begin it with a token."""
+    that an engine would not take."""
+    check_prompt(prompt)
     params = sampling_from_dict(sampling.to_native())
     check_ranges(params, _VOCAB_SIZE)
     check_stop_regexes(params.stop_regex)
-    _check_logprobs(sampling, prompt_len)
-    spec = spec_of(json_schema=params.json_schema, regex=params.regex)
-    return Rules(params, None if spec is None else _template(spec))
+    _check_logprobs(sampling, len(prompt))
+    return syntax_rules(params)
+
+
+def syntax_rules(params: SamplingParams) -> Rules:
+    """Of a call that is right. Raises RequestError for a syntax that cannot be compiled."""
+    spec = spec_of(**{name: getattr(params, name) for name in FIELDS.values()})
+    if spec is None:
+        return Rules(params, None)
+    try:
+        return Rules(params, _template(spec))
+    except GrammarError as error:
+        field = params.syntax_field or FIELDS[spec.kind]
+        raise RequestError(f"Failed to compile {field} grammar: {error}.", field) from None
+
+
+def check_prompt(prompt: str) -> None:
+    """Raises RequestError, as an engine does whose tokenizer begins no text by itself."""
+    if not prompt:
+        raise no_prompt("text")
 
 
 def _check_logprobs(sampling: Sampling, prompt_len: int) -> None:
@@ -107,15 +127,11 @@ def _check_logprobs(sampling: Sampling, prompt_len: int) -> None:
 @functools.lru_cache(256)
 def _template(spec: GrammarSpec) -> Template:
     backend = _backend()
-    try:
-        return backend.load(backend.compile(spec))
-    except GrammarError as error:
-        field = "regex" if spec.kind == "regex" else "json_schema"
-        raise RequestError(f"Failed to compile {field} grammar: {error}.", field) from None
+    return backend.load(backend.compile(spec))
 
 
 @functools.cache
 def _backend() -> Backend:
-    """Tokens are bytes."""
+    """That of an engine by default. Tokens are bytes."""
     tokens: Sequence[bytes] = [bytes([byte]) for byte in range(_END)]
-    return make_backend("llguidance", Vocabulary((*tokens, b""), _END + 1, (_END,)))
+    return make_backend(choose_backend(None), Vocabulary((*tokens, b""), _END + 1, (_END,)))

@@ -19,12 +19,13 @@ from jserve.lang.backends.base import (
     Usage,
     check_greedy,
 )
-from jserve.lang.backends.rules import Ended, Rules, rules_of
+from jserve.lang.backends.prefixes import Prefixes
+from jserve.lang.backends.rules import Ended, Rules, check_prompt, rules_of
 from jserve.lang.choices import ChoicesDecision, ChoicesMethod
 from jserve.lang.errors import BackendError, ExpressionError
 from jserve.lang.loop import LoopThread
 from jserve.lang.named_templates import named_template
-from jserve.lang.roles import RoleTemplate, shared_length
+from jserve.lang.roles import RoleTemplate
 from jserve.lang.sampling import Sampling
 
 #: A text, an error to raise, or what makes one of the prompt so far.
@@ -68,7 +69,7 @@ class TestBackend:
         self.calls: list[Call] = []
         self._turns: dict[str | None, int] = {}
         self._template = named_template(chat_template_name)
-        self._seen: list[str] = []
+        self._seen = Prefixes()
 
     async def template(self) -> RoleTemplate:
         return self._template
@@ -76,7 +77,7 @@ class TestBackend:
     async def generate(self, prompt: Prompt, sampling: Sampling) -> Generation:
         num = sampling.n or 1
         self.calls.append(Call("generate", prompt.name, prompt.text, sampling))
-        rules = rules_of(sampling, len(prompt.text))
+        rules = rules_of(sampling, prompt.text)
         answers = [_ended(self._answer(prompt), prompt, sampling, rules) for _ in range(num)]
         texts = [answer.text for answer in answers]
         usage = self._usage(prompt.text, sum(map(len, texts)), *texts)
@@ -99,6 +100,7 @@ class TestBackend:
     ) -> Selection:
         self.calls.append(Call("select", prompt.name, prompt.text, choices=tuple(choices)))
         check_greedy(temperature)
+        check_prompt(prompt.text)
         chosen = self._answer(prompt) if prompt.name in self._answers else choices[0]
         if chosen not in choices:
             raise BackendError(f"the script chooses {chosen!r}, which is not among {choices}")
@@ -141,9 +143,10 @@ class TestBackend:
         return text
 
     def _usage(self, text: str, generated: int, *more: str) -> Usage:
-        cached = max((shared_length(text, seen) for seen in self._seen), default=0)
-        cached = min(cached, max(len(text) - 1, 0))  # the last one's logits are always needed
-        self._seen += [text, *(text + one for one in more)]
+        # the last one's logits are always needed
+        cached = min(self._seen.longest(text), max(len(text) - 1, 0))
+        for one in more or ("",):
+            self._seen.add(text + one)
         return Usage(len(text), cached, generated, 1)
 
 
@@ -167,8 +170,8 @@ def _ended(text: str, prompt: Prompt, sampling: Sampling, rules: Rules) -> Ended
     """The answer as an engine would end it. Raises BackendError where none could give it."""
     answer = rules.ended(text)
     if answer is None:
-        wanted = f"regex {sampling.regex}" if sampling.regex else "json_schema"
-        raise BackendError(f"the script's {prompt.name}, {text!r}, does not match its {wanted}")
+        why = f"does not match its {sampling.constraint}"
+        raise BackendError(f"the script's {prompt.name}, {text!r}, {why}")
     return answer
 
 
