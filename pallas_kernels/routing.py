@@ -1,6 +1,7 @@
-"""The two small steps between a router and its experts: the best of each row, and the order of
-assignments by expert. On GPUs a step with few tokens is bound by how many kernels it launches;
-XLA takes several for either, sorts among them, and one of these does.
+"""The small steps between a router and its experts: the best of each row, the order of assignments
+by expert, and the tokens' rows in that order. On GPUs a step with few tokens is bound by how many
+kernels it launches; XLA takes several for either of the first two, sorts among them, and one of
+these does. In a step with many, XLA's copy of rows takes twice what their bytes do.
 
 Legend: T tokens, E experts, k experts of a token, M = T · k assignments. Knows nothing of scores,
 weights or devices.
@@ -24,6 +25,8 @@ _MOST_ORDERED = 4096
 # XLA: up to so many, ranks by comparing all with all are one kernel less than a scatter.
 _MOST_COMPARED = 2048
 _MOST_WIDE = 1024  # columns that one warp keeps in registers
+_LEAST_TAKEN = 4096  # rows; fewer are as fast by XLA
+_TAKEN, _LEAST_PIECE, _MOST_PIECE = 8, 256, 1024  # rows and columns of one program
 
 
 class Sorted(NamedTuple):
@@ -60,6 +63,22 @@ def sort_by_expert(
         "xla": lambda: _sort_xla(ids, num_experts),
         "pallas_triton": lambda: _sort_triton(ids, num_experts, interpret=False),
         "pallas_triton_interpret": lambda: _sort_triton(ids, num_experts, interpret=True),
+    }
+    return dispatch(calls, _ORDERS, name=implementation, platform=platform)
+
+
+def take_rows(
+    x: jax.Array,
+    rows: jax.Array,
+    *,
+    implementation: str | None = None,
+    platform: str | None = None,
+) -> jax.Array:
+    """[M, C]: x[rows] of [T, C] and int32[M] in [0, T)."""
+    calls = {
+        "xla": lambda: x[rows],
+        "pallas_triton": lambda: _take_triton(x, rows, interpret=False),
+        "pallas_triton_interpret": lambda: _take_triton(x, rows, interpret=True),
     }
     return dispatch(calls, _ORDERS, name=implementation, platform=platform)
 
@@ -149,3 +168,27 @@ def _sort_kernel(
     tokens_ref[jnp.where(mine, place, padded)] = index // top_k
     places_ref[jnp.where(mine, index, padded)] = place
     sizes_ref[expert] = jnp.sum(mine.astype(jnp.int32))
+
+
+def _take_triton(x: jax.Array, rows: jax.Array, *, interpret: bool) -> jax.Array:
+    count, width = len(rows), x.shape[1]
+    piece = min(width & -width, _MOST_PIECE)
+    if piece < _LEAST_PIECE or count < _LEAST_TAKEN or count % _TAKEN:
+        raise NotImplementedError(
+            f"{count} rows of {width}: from {_LEAST_TAKEN} on by {_TAKEN} of whole "
+            f"{_LEAST_PIECE} are served"
+        )
+    return pl.pallas_call(
+        functools.partial(_take_kernel, piece=piece),
+        grid=(width // piece, count // _TAKEN),
+        out_shape=jax.ShapeDtypeStruct((count, width), x.dtype),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="take_rows",
+    )(x, rows)
+
+
+def _take_kernel(x_ref: Any, rows_ref: Any, out_ref: Any, *, piece: int) -> None:
+    columns = pl.ds(pl.program_id(0) * piece, piece)
+    to = pl.ds(pl.program_id(1) * _TAKEN, _TAKEN)
+    out_ref[to, columns] = x_ref[rows_ref[to], columns]

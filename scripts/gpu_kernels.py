@@ -3,6 +3,8 @@
 
     scripts/gpu_kernels.py           the op's test cases, then times; one JSON object a line
     scripts/gpu_kernels.py --tune    also tries block sizes and prints the best of each shape
+    scripts/gpu_kernels.py --part 0/4    every fourth case from the first on, and no times: parts
+                                     may run side by side
     scripts/gpu_kernels.py --tiny    small shapes: a dry run, interpreted kernels on CPU
 
 Exits 1 when a case is wrong. float32 must agree with brute force to 1e-5 of its norm (tf32 would
@@ -135,14 +137,20 @@ def main() -> int:
         "--implementations", nargs="+", default=["mosaic_gpu", "pallas_triton", "jax_triton"]
     )
     parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--part", default="")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
+    first, _, step = options.part.partition("/")
+    part = slice(int(first or 0), None, int(step or 1))
     report(device=jax.devices()[0].device_kind, jax=jax.__version__)
     failures = 0
     for implementation in options.implementations:
-        failures += check(implementation, tiny=options.tiny)
-    if not options.tiny:
+        failures += check(implementation, part, tiny=options.tiny)
+    if part.start == 0 and not options.tiny:
         failures += check_large_offsets(options.implementations)
+    if options.part:
+        report(failures=failures)
+        return int(failures > 0)
     shapes = TINY if options.tiny else SHAPES
     for shape in shapes:
         for implementation in options.implementations:
@@ -158,8 +166,8 @@ def report(**values: Any) -> None:
     print(json.dumps(values), flush=True)
 
 
-def check(implementation: str, *, tiny: bool) -> int:
-    """Number of wrong cases of the op's test suite, in float32 and bfloat16."""
+def check(implementation: str, part: slice, *, tiny: bool) -> int:
+    """Number of wrong ones among `part` of the op's test suite, in float32 and bfloat16."""
     cases = dict(itertools.islice(suite.CASES.items(), 2 if tiny else None))
     cases["mixed, head_dim 80"] = suite.Case(suite.MIXED, 2, head_dim=80)
     cases["mixed, head_dim 256"] = suite.Case(suite.MIXED, 2, head_dim=256)
@@ -170,7 +178,7 @@ def check(implementation: str, *, tiny: bool) -> int:
     for kv_dtype in ("float8_e4m3fn", "float8_e5m2"):
         for name, case in itertools.islice(NARROW.items(), 1 if tiny else None):
             cases[f"{name}, {kv_dtype}"] = dataclasses.replace(case, kv_dtype=kv_dtype)
-    jobs = [(name, case, dtype) for name, case in cases.items() for dtype in LIMITS]
+    jobs = [(name, case, dtype) for name, case in cases.items() for dtype in LIMITS][part]
     # Compiling takes nearly all the time; Triton's own compiler is not known to be thread-safe.
     workers = 1 if implementation == "jax_triton" or tiny else 8
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:

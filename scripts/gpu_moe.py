@@ -39,7 +39,7 @@ from jserve.models.moe import sparse_mlp  # noqa: E402
 from jserve.models.registry import parse_config  # noqa: E402
 from jserve.weights.dummy import random_params  # noqa: E402
 from pallas_kernels.gmm import grouped_matmul  # noqa: E402
-from pallas_kernels.routing import sort_by_expert, top_k  # noqa: E402
+from pallas_kernels.routing import sort_by_expert, take_rows, top_k  # noqa: E402
 from sharding import experts  # noqa: E402
 from sharding.mesh import make_mesh  # noqa: E402
 from sharding.rules import Rules  # noqa: E402
@@ -50,7 +50,7 @@ DISPATCHES = 8
 
 def layer_of(make: Blueprint, matmul: Callable[..., jax.Array] | None) -> tuple[Layer, list[Any]]:
     """A sparse layer as a function of its parameters and x, and their specs."""
-    module = sparse_mlp(make, "mlp", "model.layers.0")
+    module: Any = sparse_mlp(make, "mlp", "model.layers.0")
     if matmul is not None:
         module.matmul = matmul
     graphdef, state = nnx.split(module)
@@ -58,7 +58,8 @@ def layer_of(make: Blueprint, matmul: Callable[..., jax.Array] | None) -> tuple[
     treedef, specs = jax.tree.structure(state), [v.get_metadata()["spec"] for v in leaves]
 
     def call(params: Any, x: jax.Array) -> jax.Array:
-        return nnx.merge(graphdef, jax.tree.unflatten(treedef, params))(x)
+        merged = nnx.merge(graphdef, jax.tree.unflatten(treedef, params))
+        return nnx.capture(merged, nnx.Intermediate)(x)[0]
 
     return call, specs
 
@@ -87,6 +88,14 @@ def check_routing(sizes: list[int], num_experts: int, count: int, kernel: str) -
                 for name in (kernel, "xla")
             ]
             pairs += list(zip(both[0](ids), both[1](ids), strict=True))
+        else:
+            x = jax.random.normal(jax.random.key(0), (tokens, 1024), jnp.bfloat16)
+            rows = pairs[1][1].reshape(-1) % tokens
+            both = [
+                jax.jit(functools.partial(take_rows, implementation=name))
+                for name in (kernel, "xla")
+            ]
+            pairs.append((both[0](x, rows), both[1](x, rows)))
         same = all(bool(jnp.array_equal(a, b)) for a, b in pairs)
         print(f"routing of {tokens} tokens: {'the same' if same else 'WRONG'}", flush=True)
         wrong += not same

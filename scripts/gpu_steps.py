@@ -2,7 +2,7 @@
 """Time single steps on one GPU without an engine around them, and tell where their time goes.
 
     scripts/gpu_steps.py [--steps decode:256,prefill:8192] [--context 1120] [--in-order]
-                         [--model configs/qwen3-8b.json] [--profile] [--top 16]
+                         [--model configs/qwen3-8b.json] [--profile] [--top 16] [--tiny]
 
 A step is the forward program and the head after it, as the engine compiles them, many dispatched
 back to back: `decode:N` N rows of --context tokens, `prefill:N` N tokens of prompts of 1,024. A
@@ -44,6 +44,7 @@ from jserve.config import Config, DeviceFacts, resolve  # noqa: E402
 from jserve.models.architectures import find_architecture  # noqa: E402
 from jserve.models.registry import build_model, parse_config  # noqa: E402
 from jserve.plan import Kind, StepPlan  # noqa: E402
+from jserve.runner.masks import allow_everything  # noqa: E402
 from jserve.runner.programs import Programs  # noqa: E402
 from jserve.runner.startup import Sizing, compiler_options, init_program  # noqa: E402
 from jserve.weights.checkpoint import open_checkpoint  # noqa: E402
@@ -52,7 +53,7 @@ from sharding.mesh import make_mesh  # noqa: E402
 from sharding.rules import TP, Rules  # noqa: E402
 
 MODEL = ROOT / "configs" / "qwen3-8b.json"
-POOL_TOKENS = 560_000
+POOL_TOKENS = 10_000 if "--tiny" in sys.argv else 560_000
 PROMPT = 1024
 CALLS, ROUNDS = 12, 3
 
@@ -70,7 +71,8 @@ class Steps:
         self.config = model_config
         device = jax.devices()[0]
         memory = (device.memory_stats() or {}).get("bytes_limit")
-        resolved = resolve(config, model_config, DeviceFacts("gpu", device.device_kind, 1, memory))
+        facts = DeviceFacts(device.platform, device.device_kind, 1, memory)
+        resolved = resolve(config, model_config, facts)
         self.rules = Rules(make_mesh(jax.devices()[:1], tensor=1), TP)
         model = build_model(
             model_config, self.rules, dtype=resolved.dtype,
@@ -90,13 +92,15 @@ class Steps:
         self._rng = np.random.default_rng(0)
         self._kv: Any = None
         self._state: Any = None
+        self._masks: dict[int, jax.Array] = {}
 
     def compile(self, steps: list[tuple[str, int]]) -> dict[tuple[str, int], Any]:
         """(forward, head) of each step."""
-        wanted = [init_program(self.programs.shapes)]
-        for name, size in steps:
+        shapes, num_rows = self.programs.shapes, [rows_of(*step) for step in steps]
+        self._masks = allow_everything(num_rows, shapes.vocab, shapes.replicated)
+        wanted = [init_program(shapes)]
+        for (name, size), rows in zip(steps, num_rows, strict=True):
             kind = Kind.DECODE if name == "decode" else Kind.MIXED
-            rows = size if name == "decode" else max(1, size // PROMPT)
             wanted.append(self.programs.forward(kind, size))
             wanted.append(self.programs.head(rows, False, False))
 
@@ -132,7 +136,7 @@ class Steps:
         self._state = dataclasses.replace(self._state, page_table=placed)
 
     def plan(self, name: str, size: int, context: int) -> StepPlan:
-        rows = size if name == "decode" else max(1, size // PROMPT)
+        rows = rows_of(name, size)
         q_len = 1 if name == "decode" else size // rows
         each = np.full(rows, 1, np.int32)
         return StepPlan(
@@ -154,20 +158,24 @@ class Steps:
         """Seconds of one of `calls` steps."""
         (name, size), (forward, head) = step, programs
         packed = self.programs.layout(name != "decode", size).pack(self.plan(name, size, context))
-        out = None
+        out, mask = None, self._masks[rows_of(name, size)]
         begin = time.perf_counter()
         for _ in range(calls):
             self._kv, self._state, hidden = forward(self._params, self._kv, self._state, packed)
-            rows = (hidden.rows, hidden.slots, hidden.output_index)
+            rows = (hidden.rows, hidden.slots, hidden.output_index, mask)
             self._state, out = head(self._head_params, self._state, *rows)
         jax.block_until_ready(out)
         return (time.perf_counter() - begin) / calls
 
 
+def rows_of(name: str, size: int) -> int:
+    """Rows of a step, each of which samples."""
+    return size if name == "decode" else max(1, size // PROMPT)
+
+
 def floor_seconds(steps: Steps, name: str, size: int, context: int) -> float:
     """The larger of the times that bytes and products take."""
-    config, moe = steps.config, steps.config.moe
-    rows = size if name == "decode" else max(1, size // PROMPT)
+    config, moe, rows = steps.config, steps.config.moe, rows_of(name, size)
     seen = context if name == "decode" else PROMPT / 2  # cached tokens that a token attends to
     share = 0.0 if moe is None else moe.top_k / moe.num_experts
     read = products = 0.0
@@ -223,6 +231,7 @@ def main() -> int:
     parser.add_argument("--in-order", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--top", type=int, default=16)
+    parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     pairs = [text.split(":") for text in options.steps.split(",")]
     wanted = [(name, int(size)) for name, size in pairs]

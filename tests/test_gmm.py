@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import params as interpret  # public from jax 0.11 on
 
-from pallas_kernels.gmm import grouped_matmul, mosaic_gpu, pallas_triton
+from pallas_kernels.gmm import GATES, gated, grouped_matmul, mosaic_gpu, pallas_triton
 
 IMPLEMENTATIONS = ("reference", "xla", "ragged_dot", "pallas_triton_interpret")
 
@@ -81,6 +81,17 @@ def test_each_row_meets_its_own_groups_matrix(name: str, implementation: str) ->
     assert error <= limit * np.linalg.norm(expected), f"{error=}"
 
 
+@pytest.mark.parametrize("gate", GATES)
+def test_a_gate_takes_the_two_halves_of_each_row(gate: str) -> None:
+    x, weights, sizes = make(Case((3, 0, 21), spare=3))
+    first, second = jnp.split(weights, 2, axis=2)
+    expected = GATES[gate](*(grouped_matmul(x, half, sizes) for half in (first, second)))
+    for implementation in IMPLEMENTATIONS:
+        how = {"gate": gate, "implementation": implementation}
+        out = jax.jit(lambda *a, how=how: grouped_matmul(*a, **how))(x, weights, sizes)
+        np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("heights", ((16,), (16, 64)))
 def test_a_tile_takes_the_least_height_that_holds_it(heights: tuple[int, ...]) -> None:
     tile = pallas_triton.Tile(heights=heights, columns=32, depth=32, warps=4, stages=2)
@@ -146,17 +157,24 @@ def test_other_chips_leave_hoppers_kernel_to_the_next_implementation() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("gate", (None, "silu"))
 @pytest.mark.parametrize(
     ("sizes", "spare", "width", "out_width", "processors"),
-    [((130, 70), 56, 128, 128, 2), ((0, 133, 3, 0, 250, 1, 64, 5), 40, 320, 512, 3)],
+    [((130, 70), 56, 128, 256, 2), ((0, 133, 3, 0, 250, 1, 64, 5), 40, 320, 512, 3)],
 )
 def test_hoppers_kernel_computes_the_same_in_threads_on_cpu(
-    sizes: tuple[int, ...], spare: int, width: int, out_width: int, processors: int
+    sizes: tuple[int, ...],
+    spare: int,
+    width: int,
+    out_width: int,
+    processors: int,
+    gate: str | None,
 ) -> None:
     arguments = make(Case(sizes, width, out_width, spare, dtype="bfloat16"))
+    how = {"gate": gate, "processors": processors}
     with interpret.force_gpu_interpret_mode(interpret.InterpretGPUParams()):
-        out = jax.jit(lambda *a: mosaic_gpu.run(*a, processors=processors))(*arguments)
-    expected = brute_force(*arguments)
+        out = jax.jit(lambda *a: mosaic_gpu.run(*a, **how))(*arguments)
+    expected = np.asarray(gated(jnp.asarray(brute_force(*arguments)), gate), np.float64)
     assert not np.any(np.asarray(out, np.float32)[sum(sizes) :])
     error = np.linalg.norm(np.asarray(out, np.float64) - expected)
     assert error <= 4e-3 * np.linalg.norm(expected), f"{error=}"

@@ -118,7 +118,8 @@ def test_a_given_budget_stays_and_an_automatic_one_grows_with_those_who_wait():
     assert {prompt_budget(given, 8, behind) for behind in range(100)} == {24}
     grown = [prompt_budget(automatic, 8, behind) for behind in range(100)]
     assert grown[:2] == [24] * 2 and grown == sorted(grown)
-    assert grown[2] == 24 and grown[8] == 56 and grown[30] == 88, "sizes of buckets, with 8 rows"
+    assert grown[2:8] == [56] * 6, "twice as large, and no more while far fewer wait"
+    assert grown[8] == 56 and grown[30] == 88, "sizes of buckets, with 8 rows"
     assert prompt_budget(given, 3) == 29 and prompt_budget(automatic, 3) == 13, "few rows"
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.routing import sort_by_expert, top_k
+from pallas_kernels.routing import sort_by_expert, take_rows, top_k
 
 IMPLEMENTATIONS = ("xla", "pallas_triton_interpret")
 EXPERTS = 8
@@ -39,6 +39,15 @@ def test_the_best_of_each_row_come_first_and_equal_ones_in_order(implementation:
     expected = np.argsort(-x, axis=1, kind="stable")[:, :5]
     np.testing.assert_array_equal(ids, expected)
     np.testing.assert_array_equal(values, np.take_along_axis(x, expected, axis=1))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_rows_are_taken_as_often_as_they_are_named(implementation: str) -> None:
+    rng = np.random.default_rng(2)
+    x = rng.standard_normal((50, 512)).astype(np.float32)
+    rows = rng.integers(0, 50, 4096).astype(np.int32)
+    taken = jax.jit(lambda x, r: take_rows(x, r, implementation=implementation))(x, rows)
+    np.testing.assert_array_equal(taken, x[rows])
 
 
 def test_what_the_kernels_cannot_do_is_done_by_xla() -> None:

@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import dispatch
+from pallas_kernels.gmm.gates import GATES, gated
 from pallas_kernels.gmm.implementations import IMPLEMENTATIONS, ORDERS
 
-__all__ = ["IMPLEMENTATIONS", "ORDERS", "grouped_matmul"]
+__all__ = ["GATES", "IMPLEMENTATIONS", "ORDERS", "gated", "grouped_matmul"]
 
 
 def grouped_matmul(
@@ -25,6 +26,7 @@ def grouped_matmul(
     group_sizes: jax.Array,  # int32[G], their sum at most M
     *,
     out_dtype: jnp.dtype | str | None = None,
+    gate: str | None = None,
     implementation: str | None = None,
     platform: str | None = None,
 ) -> jax.Array:
@@ -35,6 +37,7 @@ def grouped_matmul(
     full precision. Weights of a dtype other than x's are converted to it first.
 
     Args:
+        gate: of GATES; [M, O / 2] then, what it makes of the two halves of each row.
         implementation: of IMPLEMENTATIONS; None: the first of ORDERS[platform] that serves.
         platform: what the program is compiled for; None: this process's default backend, which is
             wrong when compiling ahead of time for another one.
@@ -46,10 +49,11 @@ def grouped_matmul(
     assert group_sizes.dtype == jnp.int32, f"{group_sizes.dtype=}"
     dtype = jnp.dtype(out_dtype or x.dtype)
     if x.shape[0] == 0:
-        return jnp.zeros((0, weights.shape[2]), dtype)
+        return jnp.zeros((0, weights.shape[2] // (1 if gate is None else 2)), dtype)
+
     with jax.named_scope("grouped_matmul"):
         calls = {
-            name: functools.partial(call, x, weights, group_sizes, out_dtype=dtype)
+            name: functools.partial(call, x, weights, group_sizes, out_dtype=dtype, gate=gate)
             for name, call in IMPLEMENTATIONS.items()
         }
         return dispatch(calls, ORDERS, name=implementation, platform=platform)

@@ -6,12 +6,14 @@ memory with the copy engine, ahead into the next tile; the other two multiply ha
 
 The copy engine wants rows from a multiple of ALIGN on, so a group's first tile may begin with rows
 of the group before it: what they yield is not stored. A half of which all rows are stored goes out
-by blocks, another one row by row, in powers of two.
+by blocks, another one row by row, in powers of two. With a gate a tile has columns of both halves
+of the matrix, as many of each.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -27,6 +29,11 @@ DEPTH = 64  # of one step
 CHUNK = 32  # columns that are stored at once by blocks
 LINE = 64  # and row by row: 128 bytes, at whose multiples in shared memory a copy may begin
 LEAST_ROWS = 64  # a group, on average; with fewer, reading the matrices is the time
+#: Of float32; the backend has no logistic function.
+GATES: Mapping[str | None, Callable[..., jax.Array]] = {
+    None: lambda total: total,
+    "silu": lambda gate, up: gate / (1.0 + jnp.exp(-gate)) * up,
+}
 ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage] -- public, but not re-exported
 
 
@@ -36,32 +43,45 @@ def matmul(
     group_sizes: jax.Array,  # [G]
     *,
     out_dtype: jnp.dtype,
+    gate: str | None = None,
 ) -> jax.Array:
-    """[M, O].
+    """[M, O], or [M, O / 2] with a gate.
 
     Raises NotImplementedError for what needs another kernel: other chips than Hopper's, types but
-    bfloat16, few rows a group, sizes that the tiles do not divide.
+    bfloat16, few rows a group, sizes that the tiles do not divide, other gates.
     """
     device, (rows, width), (groups, _, out_width) = jax.devices()[0], x.shape, weights.shape
     if device.platform != "gpu" or device.compute_capability != "9.0":
         raise NotImplementedError(f"mosaic_gpu needs a Hopper GPU, not {device.device_kind}")
     if not x.dtype == weights.dtype == out_dtype == jnp.bfloat16:
         raise NotImplementedError(f"mosaic_gpu needs bfloat16: {x.dtype=} {weights.dtype=}")
-    if rows < max(TILE, LEAST_ROWS * groups) or rows % ALIGN or width % DEPTH or out_width % 128:
+    if gate not in GATES:
+        raise NotImplementedError(f"mosaic_gpu has gates {', '.join(map(str, GATES))}, not {gate}")
+    aligned = rows % ALIGN or width % DEPTH or out_width % (128 if gate is None else 256)
+    if rows < max(TILE, LEAST_ROWS * groups) or aligned:
         raise NotImplementedError(f"mosaic_gpu cannot tile {rows=} {groups=} {width=} {out_width=}")
-    return run(x, weights, group_sizes, processors=device.core_count)
+    return run(x, weights, group_sizes, gate=gate, processors=device.core_count)
 
 
 def run(
-    x: jax.Array, weights: jax.Array, group_sizes: jax.Array, *, processors: int, stages: int = 4
+    x: jax.Array,
+    weights: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    gate: str | None = None,
+    processors: int,
+    stages: int = 4,
 ) -> jax.Array:
     """As matmul, of sizes that fit."""
-    rows, out_width = x.shape[0], weights.shape[2]
-    columns = 256 if out_width % 256 == 0 else 128
+    rows, parts = x.shape[0], 1 if gate is None else 2
+    out_width = weights.shape[2] // parts
+    columns = 256 // parts if weights.shape[2] % 256 == 0 else 128
     transforms = (plgpu.TilingTransform((ALIGN, DEPTH)), plgpu.SwizzleTransform(2 * DEPTH))
     narrow = (plgpu.TilingTransform((ALIGN, CHUNK)), plgpu.SwizzleTransform(2 * CHUNK))
     kernel = plgpu.kernel(
-        functools.partial(_kernel, columns=columns, stages=stages, processors=processors),
+        functools.partial(
+            _kernel, parts=parts, gate=GATES[gate], stages=stages, processors=processors
+        ),
         out_type=jax.ShapeDtypeStruct((rows, out_width), x.dtype),
         grid=(processors,),
         grid_names=("processor",),
@@ -69,10 +89,10 @@ def run(
         thread_name="warpgroup",
         scratch_types=[
             plgpu.SMEM((stages, TILE, DEPTH), x.dtype, transforms=transforms),
-            plgpu.SMEM((stages, DEPTH, columns), x.dtype, transforms=transforms),
+            plgpu.SMEM((stages, parts, DEPTH, columns), x.dtype, transforms=transforms),
             plgpu.SMEM((2, 2, HALF, CHUNK), x.dtype, transforms=narrow),
             plgpu.SMEM((2, HALF, LINE), x.dtype),
-            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=1 + parts, num_barriers=stages),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         ],
         kernel_name="mosaic_grouped_matmul",
@@ -105,21 +125,23 @@ def _tiles(group_sizes: jax.Array, num_rows: int) -> jax.Array:
 def _kernel(
     tiles_ref: Any,  # [tiles + 1, 4]
     x_ref: Any,  # [M, I]
-    weights_ref: Any,  # [G, I, O]
+    weights_ref: Any,  # [G, I, parts · O]
     out_ref: Any,  # [M, O]
     x_smem: Any,  # [stages, TILE, DEPTH]
-    weights_smem: Any,  # [stages, DEPTH, columns]
+    weights_smem: Any,  # [stages, parts, DEPTH, columns]
     block_smem: Any,  # [2, 2, HALF, CHUNK]
     rows_smem: Any,  # [2, HALF, LINE]
     ready: Any,
     free: Any,
     *,
-    columns: int,
+    parts: int,
+    gate: Callable[..., jax.Array],
     stages: int,
     processors: int,
 ) -> None:
     processor, warpgroup = lax.axis_index("processor"), lax.axis_index("warpgroup")
-    groups, width, out_width = weights_ref.shape
+    (groups, width, _), out_width = weights_ref.shape, out_ref.shape[1]
+    columns = weights_smem.shape[3]
     across = out_width // columns
     total = tiles_ref[tiles_ref.shape[0] - 1, 0] * across
     num_own = lax.div(total - processor + (processors - 1), jnp.int32(processors))
@@ -142,22 +164,23 @@ def _kernel(
             begin, end = jnp.maximum(begin, own), jnp.minimum(end, own + HALF)
             live = jnp.where(begin < end, steps, 0)
 
-            def multiply(acc_ref: Any) -> jax.Array:
+            def multiply(*acc_refs: Any) -> jax.Array:
                 def one_step(i: jax.Array, _: None) -> None:
                     slot = lax.rem(step + i, jnp.int32(stages))
                     plgpu.barrier_wait(ready.at[slot])
                     mine = x_smem.at[slot, pl.ds(warpgroup * HALF, HALF)]
-                    plgpu.wgmma(acc_ref, mine, weights_smem.at[slot])
-                    plgpu.wgmma_wait(1)
+                    for part, acc_ref in enumerate(acc_refs):
+                        plgpu.wgmma(acc_ref, mine, weights_smem.at[slot, part])
+                    plgpu.wgmma_wait(parts)
 
                     @pl.when(i > 0)
                     def _free() -> None:
                         plgpu.barrier_arrive(free.at[lax.rem(step + i - 1, jnp.int32(stages))])
 
                 lax.fori_loop(0, live, one_step, None)
-                return acc_ref[...]
+                return gate(*(acc_ref[...] for acc_ref in acc_refs))
 
-            result = pl.run_scoped(multiply, ACC((HALF, columns)))
+            result = pl.run_scoped(multiply, *[ACC((HALF, columns))] * parts)
 
             @pl.when(live > 0)
             def _free() -> None:
@@ -198,11 +221,12 @@ def _kernel(
 
                 depth = pl.ds(i * DEPTH, DEPTH)
                 plgpu.copy_gmem_to_smem(x_ref.at[rows, depth], x_smem.at[slot], ready.at[slot])
-                plgpu.copy_gmem_to_smem(
-                    weights_ref.at[group, depth, pl.ds(column, columns)],
-                    weights_smem.at[slot],
-                    ready.at[slot],
-                )
+                for part in range(parts):
+                    plgpu.copy_gmem_to_smem(
+                        weights_ref.at[group, depth, pl.ds(part * out_width + column, columns)],
+                        weights_smem.at[slot, part],
+                        ready.at[slot],
+                    )
 
             return step + steps
 
