@@ -73,3 +73,4 @@ class Hidden:
     all: jax.Array  # [T, D] every token's
     slots: jax.Array  # int32[N] trash slot for padding
     output_index: jax.Array  # int32[N] tokens the request has generated before this one
+    tally: tuple[jax.Array, ...] = ()  # KVPool's, as it is behind this step

@@ -53,17 +53,17 @@ def apply_experts(
     """[T, C], replicated: `compute` summed over all devices. `axes` are the logical ones of
     `params`, of which the first is "expert".
     """
-    if exchange_pays(x.shape, x.dtype.itemsize, ids.shape[1], rules.size("expert")):
+    along = rules.mapping["expert"]
+    if along == _EXPERT and exchange_pays(
+        x.shape, x.dtype.itemsize, ids.shape[1], rules.size("expert")
+    ):
         way, tokens = functools.partial(_exchange, platform=rules.platform), _SHARE
     else:
-        way, tokens = _reduce, PartitionSpec(None, None)
-    y = jax.shard_map(
-        functools.partial(way, compute),
-        mesh=rules.mesh,
-        in_specs=(tokens, tokens, tokens, *(rules.spec(names) for names in axes)),
-        out_specs=tokens,
-        check_vma=False,
-    )(x, weights, ids, *params)
+        way, tokens = functools.partial(_reduce, along=along), PartitionSpec(None, None)
+    # Else the compiler takes shares of what comes before them too, and gathers those again.
+    x = rules.constrain(x, (None, None))
+    specs = (tokens, tokens, tokens, *(rules.spec(names) for names in axes))
+    y = rules.on_devices(functools.partial(way, compute), specs, tokens)(x, weights, ids, *params)
     return rules.constrain(y, (None, None))
 
 
@@ -81,14 +81,20 @@ def exchange_pays(shape: tuple[int, ...], itemsize: int, top_k: int, shards: int
 
 
 def _reduce(
-    compute: Compute, x: jax.Array, weights: jax.Array, ids: jax.Array, *params: jax.Array
+    compute: Compute,
+    x: jax.Array,
+    weights: jax.Array,
+    ids: jax.Array,
+    *params: jax.Array,
+    along: Mapped,
 ) -> jax.Array:
-    """All tokens in, all tokens out."""
+    """All tokens in, all tokens out; experts lie along mesh axes, of which the sum leaves out that
+    of data-parallel ranks: sharding/ranks.py's scatter takes it."""
     held = params[0].shape[0]
-    local = ids - lax.axis_index(_EXPERT) * held
+    local = ids - lax.axis_index(along) * held
     mine = (local >= 0) & (local < held)
     y = compute(x, jnp.where(mine, weights, 0.0), jnp.where(mine, local, held), *params)
-    return lax.psum(y, (_TENSOR, _EXPERT))
+    return _sum(y, _TENSOR, _EXPERT)
 
 
 def _exchange(
@@ -117,7 +123,13 @@ def _exchange(
         .at[order]
         .set(jnp.arange(ids.size, dtype=jnp.int32), unique_indices=True)
     )
-    return lax.psum(weighted_sum(back, places.reshape(ids.shape), weights), _TENSOR)
+    return _sum(weighted_sum(back, places.reshape(ids.shape), weights), _TENSOR)
+
+
+def _sum(y: jax.Array, *axes: str) -> jax.Array:
+    """Over devices. Not along an axis of one: on CPU that is a sum that XLA leaves in."""
+    split = tuple(axis for axis in axes if lax.axis_size(axis) > 1)
+    return lax.psum(y, split) if split else y
 
 
 def weighted_sum(rows: jax.Array, places: jax.Array, weights: jax.Array) -> jax.Array:

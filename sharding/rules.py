@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from sharding.ranks import Ranks
+
 #: Axes a weight or an activation may name. `None` in a tuple of axes: replicated.
-LOGICAL_AXES = (
-    *("vocab", "embed", "heads", "kv_heads", "head_dim", "mlp", "expert"),
-    *("expert_mlp", "layers", "tokens", "rows", "pages"),
-)
+LOGICAL_AXES = ("vocab", "heads", "kv_heads", "mlp", "expert", "expert_mlp")
 
 Mapped = str | tuple[str, ...] | None  # onto one mesh axis, several, the first outermost, or none
 #: Tensor parallelism; axes that are not named are replicated.
@@ -28,6 +28,7 @@ class Rules:
 
     mesh: Mesh
     mapping: Mapping[str, Mapped]
+    ranks: Ranks | None = None  # of a program that is mapped over data
 
     def spec(self, axes: Sequence[str | None]) -> PartitionSpec:
         """Of an array whose dimensions are named `axes`; raises KeyError on an unknown axis."""
@@ -40,7 +41,14 @@ class Rules:
 
     def constrain(self, x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
         """Inside jit: pin the layout of `x`, so that the compiler puts the collective here."""
-        return jax.lax.with_sharding_constraint(x, self.sharding(axes))
+        pin = self.ranks.constrain if self.ranks else jax.lax.with_sharding_constraint
+        return pin(x, self.sharding(axes))
+
+    def on_devices(self, run: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+        """Inside jit: `run` on each device, which sees its shards and nothing of the mesh."""
+        split = self.ranks.shard_map if self.ranks else jax.shard_map
+        specs = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": False}
+        return split(run, mesh=self.mesh, **specs)
 
     def size(self, axis: str) -> int:
         """How many ways the logical axis is split."""

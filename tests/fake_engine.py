@@ -206,6 +206,26 @@ def build_exiting(config: Config, channel: Any) -> Loop:
     os._exit(7)
 
 
+def build_rank_1_refused(config: Config, channel: Any) -> Loop:
+    return (build_refused if config.replica.rank == 1 else build)(config, channel)
+
+
+def build_rank_1_exiting(config: Config, channel: Any) -> Loop:
+    return (build_exiting if config.replica.rank == 1 else build)(config, channel)
+
+
+def build_faulty_ranks(config: Config, channel: Any) -> Loop:
+    """Rank 0 serves, rank 1 fails twice, rank 2 hangs."""
+    return (build, build_dying, build_hanging)[config.replica.rank](config, channel)
+
+
+def build_storm(config: Config, channel: Any) -> Loop:
+    """Rank 2 fails for good after a while."""
+    runner = ScriptedRunner(0.001)
+    runner.fail = {("launch", 150), ("launch", 160)} if config.replica.rank == 2 else set()
+    return make_loop(channel, runner)
+
+
 def make_loop(channel: Any, runner: ScriptedRunner, depth: int = 1, **options: Any) -> Loop:
     scheduler = options.pop("scheduler", None) or make_scheduler(depth)
     facts = {

@@ -27,6 +27,7 @@ class FakeModel:
     head_params = ("head",)
     vocab_size = VOCAB
     cache = KVShape(num_layers=1, num_kv_heads=2, head_dim=4)
+    tallies = ()
 
     def __init__(self, shards=1):
         columns = VOCAB if shards == 1 else shards * 128

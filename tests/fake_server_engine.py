@@ -131,6 +131,10 @@ class FakeEngine:
         self.controls = []  # (op, arguments) that were asked
         self.paused = False  # generation would never come back
 
+    @property
+    def ranks(self):
+        return [(0, self.gauges, self.server_info)]
+
     async def generate_stream(self, req: GenerateRequest) -> AsyncGenerator[Output, None]:
         self.requests.append(req)
         rid = req.rid or uuid.uuid4().hex

@@ -5,6 +5,7 @@ numpy.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -80,6 +81,12 @@ CASES = {
     "mixed, sinks, window and cap": Case(MIXED, 2, head_dim=96, window=9, soft_cap=3.0, sinks=1.0),
     "mixed, sinks that outweigh every key": Case(MIXED, 2, sinks=300.0),
 }
+#: Variations on others, at full length only.
+VARIATIONS = (
+    *("decode of one row", "decode of unsplit contexts, sinks", "mixed, one query head"),
+    *("mixed, group 3", "mixed, group 8, head_dim 128", "mixed, pages of one token"),
+    *("mixed, soft cap", "mixed, sinks", "mixed, sinks that outweigh every key"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,7 +224,9 @@ def call(
     return out, pool_k, pool_v
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.full) if n in VARIATIONS else n for n in CASES]
+)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_every_implementation_equals_brute_force(implementation: str, name: str) -> None:
     case = CASES[name]
@@ -285,9 +294,16 @@ def without_freed_pages(case: Case, batch: Batch, junk: float) -> tuple[Batch, i
     return dataclasses.replace(batch, pool_k=pool_k, pool_v=pool_v, meta=meta), len(gone) - 1
 
 
-@pytest.mark.parametrize("name", FREED)
+@pytest.mark.parametrize(
+    ("name", "junk"),
+    [
+        pytest.param(name, junk, marks=() if everyday else pytest.mark.full)
+        for name in FREED
+        for junk in (3e4, -3e4, np.nan)
+        for everyday in [np.isnan(junk) or (name, junk) == ("mixed", 3e4)]
+    ],
+)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("junk", (3e4, -3e4, np.nan))
 def test_pages_freed_outside_the_window_are_never_seen(
     implementation: str, name: str, junk: float
 ) -> None:
@@ -337,9 +353,18 @@ def test_sinks_take_weight_from_every_key() -> None:
     assert 0.0 < shares.min() < 0.5 < shares.max() < 1.0
 
 
-@pytest.mark.parametrize("tokens", (1, 2, 8))
+#: Page size, KV heads, tokens.
+EVERYDAY = [(16, 2, 8), (16, 2, 1), (1, 1, 1)]
+
+
 @pytest.mark.parametrize("decode_only", (True, False))
-@pytest.mark.parametrize(("page_size", "kv_heads"), ((16, 2), (1, 2), (16, 1), (1, 1)))
+@pytest.mark.parametrize(
+    ("page_size", "kv_heads", "tokens"),
+    [
+        pytest.param(*sizes, marks=() if sizes in EVERYDAY else pytest.mark.full)
+        for sizes in itertools.product((16, 1), (2, 1), (1, 2, 8))
+    ],
+)
 def test_a_donated_pool_is_never_copied(
     page_size: int, kv_heads: int, decode_only: bool, tokens: int
 ) -> None:

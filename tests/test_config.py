@@ -212,6 +212,8 @@ RESOLVE = [
     (H200, {"chunked_prefill_size": -1}, {"chunked_prefill_size": 8192}),
     (H200, {"attention_backend": "pallas_triton"}, {"attention_backend": "pallas_triton"}),
     (V5E, {"tp_size": 4}, {"chunked_prefill_size": 2048, "tp_size": 4, "num_slots": 256}),
+    (V5E, {"dp_size": 2, "tp_size": 2, "max_running_requests": 301}, {"num_slots": 150}),
+    (V5E, {"dp_size": 4}, {"num_slots": 256}),
     (dataclasses.replace(H200, memory_bytes=40 * GIB), {}, {"chunked_prefill_size": 4096}),
     (dataclasses.replace(H200, memory_bytes=None), {}, {"mem_fraction_static": 0.85}),
 ]  # fmt: skip
@@ -258,6 +260,8 @@ def test_auto_dtype_is_the_checkpoints_on_an_accelerator_and_float32_on_cpu(dtyp
         (CPU, {"attention_backend": "mosaic_tpu"}, ("--attention-backend", "--device")),
         (H200, {"attention_backend": "mosaic_tpu"}, ("--attention-backend", "--device")),
         (V5E, {"attention_backend": "pallas_triton"}, ("--attention-backend", "--device")),
+        (V5E, {"dp_size": 3, "tp_size": 2}, ("--dp-size 3", "--tp-size 2", "--dp-size 2 is the")),
+        (V5E, {"dp_size": 4, "max_running_requests": 3}, ("--max-running-r", "--dp-size 4")),
         (H200, {"tp_size": 2}, ("--tp-size", "--device")),
         (
             CPU,

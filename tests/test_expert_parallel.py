@@ -4,12 +4,18 @@ router's variant, and an engine gives the same answers as on one device.
 
 from __future__ import annotations
 
+import functools
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+from test_deepseek import sparse_oracle
+from test_gpt_oss import tiny
 from tiny_models import oracle, rules_of
 
 from jserve.config import Config, DeviceFacts, resolve
@@ -18,7 +24,6 @@ from jserve.errors import ConfigError
 from jserve.layers.moe import route
 from jserve.models.registry import build_model, parse_config
 from jserve.tokenizer.sources import byte_source
-from jserve.tokenizer.tokenizer import Tokenizer
 from jserve.types import MoEConfig
 from sharding import experts
 from sharding.experts import apply_experts, exchange_pays
@@ -190,34 +195,74 @@ def test_a_config_with_broken_experts_is_refused_by_name(change: dict, message: 
 MESHES = [(1, 2), (1, 4), (2, 2), (2, 4), (4, 2)]
 ENGINE = {"max_running_requests": 2, "chunked_prefill_size": 16, "page_size": 4, "random_seed": 0}
 ENGINE |= {"recompile_guard": "error", "compilation_cache_dir": "off"}
+REGEX = "[B-Y]{3}-[0-9]{3}"
+DRAWN = {"temperature": 0.8, "top_k": 30, "sampling_seed": 7, "frequency_penalty": 0.9}
 
 
 def answers(path: Path, **flags: int) -> list[list[int]]:
-    """Greedy ones to prompts in chunks, together, then to one whose prefix is cached."""
-    tokenizer = Tokenizer(byte_source(SPARSE["vocab_size"]))
-    with Engine(str(path), inline=True, tokenizer=tokenizer, **ENGINE, **flags) as engine:
+    """Greedy ones to prompts in chunks, together, then to one whose prefix is cached, then by a
+    grammar, then drawn by a seed under penalties."""
+    with Engine(str(path), inline=True, **ENGINE, **flags) as engine:
         params = {"max_new_tokens": 10, "temperature": 0, "ignore_eos": True}
         prompts = [[(7 * i + 3 * j) % 90 + 2 for j in range(20 + i)] for i in range(3)]
         together = engine.generate(input_ids=prompts, sampling_params=params)
         outputs = [reply["output_ids"] for reply in together]
         again = engine.generate(input_ids=[*prompts[0], *outputs[0]], sampling_params=params)
         assert again["meta_info"]["cached_tokens"] >= 16
-        assert engine.get_server_info()["recompiles_total"] == 0
-        return [*outputs, again["output_ids"]]
+        others = [
+            engine.generate(input_ids=prompts[1], sampling_params={**params, **other})
+            for other in ({"ignore_eos": False, "regex": REGEX}, DRAWN)
+        ]
+        assert re.fullmatch(REGEX, others[0]["text"]), others[0]["text"]
+        info = engine.get_server_info()
+        assert info["num_prefill_chunks_total"] >= 6 and info["recompiles_total"] == 0
+        return [*outputs, again["output_ids"], *(other["output_ids"] for other in others)]
+
+
+#: Experts of each differ.
+FAMILIES: dict[str, Callable[[], torch.nn.Module]] = {
+    "qwen3_moe": lambda: oracle("Qwen3MoeConfig", **SPARSE, norm_topk_prob=True),
+    "qwen2_moe": lambda: oracle(
+        "Qwen2MoeConfig", **SPARSE, shared_expert_intermediate_size=24, decoder_sparse_step=2
+    ),
+    "mixtral": lambda: oracle(
+        "MixtralConfig", num_attention_heads=8, num_key_value_heads=4, num_local_experts=4
+    ),
+    "deepseek_v2": lambda: sparse_oracle("v2 in groups"),
+    "deepseek_v3": lambda: sparse_oracle("v3"),
+    "gpt_oss": tiny,
+}
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
+def alone(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str], tuple[Path, list[list[int]]]]:
     """A folder that transformers wrote, and one device's answers."""
-    path = tmp_path_factory.mktemp("qwen3-moe")
-    oracle("Qwen3MoeConfig", **SPARSE, norm_topk_prob=True).save_pretrained(path)
-    return path, answers(path)
+
+    @functools.cache
+    def made(family: str) -> tuple[Path, list[list[int]]]:
+        path = tmp_path_factory.mktemp(family)
+        FAMILIES[family]().save_pretrained(path)
+        byte_source(SPARSE["vocab_size"], (1,)).save(path)
+        return path, answers(path)
+
+    return made
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("tp", "ep"), MESHES)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("family", "tp", "ep"),
+    [
+        (family, *mesh)
+        for family in FAMILIES
+        for mesh in (MESHES if family == "qwen3_moe" else [(2, 2)])
+    ],
+)
 def test_an_engine_answers_as_on_one_device(
-    checkpoint: tuple[Path, list[list[int]]], tp: int, ep: int
+    alone: Callable[[str], tuple[Path, list[list[int]]]], family: str, tp: int, ep: int
 ) -> None:
-    path, alone = checkpoint
-    assert answers(path, tp_size=tp, ep_size=ep) == alone
+    path, expected = alone(family)
+    assert answers(path, tp_size=tp, ep_size=ep) == expected
+    assert len({tuple(ids) for ids in expected}) == len(expected)

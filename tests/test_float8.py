@@ -54,7 +54,12 @@ FLOAT8 = {
 }
 
 
-@pytest.mark.parametrize("name", FLOAT8)
+EVERYDAY = ("decode", "mixed", "mixed, e5m2, window")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in EVERYDAY else pytest.param(n, marks=pytest.mark.full) for n in FLOAT8]
+)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_every_implementation_equals_brute_force_over_the_rounded_keys_and_values(
     implementation: str, name: str
@@ -105,7 +110,7 @@ def test_every_float8_comes_out_of_a_pool_as_it_is(dtype: str) -> None:
             np.testing.assert_array_equal(found, every.astype(np.float32))
 
 
-@pytest.mark.parametrize("decode_only", (True, False))
+@pytest.mark.parametrize("decode_only", (pytest.param(True, marks=pytest.mark.full), False))
 def test_a_donated_pool_is_never_converted(decode_only: bool) -> None:
     """XLA for CPUs would convert a float8 array as a whole to write a row of it."""
     case = Case(((1, 45),), 1, decode_only=decode_only, kv_dtype=E4M3)
@@ -207,7 +212,10 @@ def test_server_info_tells_the_type_of_the_pool(engine: Engine) -> None:
     assert info["dtype"] != E4M3
 
 
-@pytest.mark.parametrize(("dtype", "mean", "most"), ((E4M3, 0.03, 0.12), (E5M2, 0.04, 0.15)))
+@pytest.mark.parametrize(
+    ("dtype", "mean", "most"),
+    ((E4M3, 0.03, 0.12), pytest.param(E5M2, 0.04, 0.15, marks=pytest.mark.full)),
+)
 def test_log_probabilities_are_near_those_over_a_float32_pool(
     dtype: str, mean: float, most: float
 ) -> None:

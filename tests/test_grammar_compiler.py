@@ -112,6 +112,35 @@ def test_a_compilation_that_takes_too_long_is_killed(make: Make) -> None:
     assert compiler.counts.timeouts == 1
 
 
+def test_what_a_kind_needs_is_loaded_before_and_bounded_like_a_compilation(make: Make) -> None:
+    compiler = make(seconds=0.5)
+    start = time.monotonic()
+    hung = GrammarSpec(kind="structural_tag", text="ok")
+    why = "what compiles it was not loaded within 0.5 seconds; try again later"
+    assert error(compiler.compile(hung)) == why
+    assert time.monotonic() - start < 30 and compiler.counts.timeouts == 1
+    assert compiler.compile(spec("ok")).result(60).payload
+
+
+def test_the_time_to_load_what_a_kind_needs_is_not_its_compilations(make: Make) -> None:
+    compiler = make(seconds=30.0, crowded_seconds=0.5, max_workers=1)
+    futures = [compiler.compile(GrammarSpec(kind="ebnf", text=f"ok {i}")) for i in range(4)]
+    assert all(future.result(60).payload for future in futures)  # none gave way while it loaded
+    assert compiler.counts.timeouts == 0
+
+
+def test_a_kind_goes_to_a_worker_that_has_loaded_what_it_needs(make: Make) -> None:
+    compiler = make()
+    loaded = compiler.compile(GrammarSpec(kind="ebnf", text="ok")).result(60).payload
+    for i in range(4):
+        idle, deadline = compiler._workers._idle, time.monotonic() + 30
+        while len(idle) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        idle.reverse()  # whoever comes next in line
+        again = compiler.compile(GrammarSpec(kind="ebnf", text=f"ok {i}")).result(60)
+        assert len(idle) >= 1 and again.payload == loaded
+
+
 def test_hung_compilations_do_not_keep_the_next_one_waiting(make: Make) -> None:
     compiler = make(max_workers=8)
     compiler.compile(spec("ok")).result(60)

@@ -375,6 +375,7 @@ class Slow:
     """Templates whose loads end by hand, and whether the engine is in a pause."""
 
     paused = False
+    seconds = 30.0
 
     def __init__(self) -> None:
         self.loading: concurrent.futures.Future[Any] = concurrent.futures.Future()
@@ -425,6 +426,49 @@ def test_a_grammar_that_cannot_be_loaded_ends_its_request_alone(rig: Any) -> Non
     assert queue.sift([BOUND, FREE], sent) == [FREE]
     (delta,) = sent.items
     assert delta.rid == "bound" and delta.finish.status_code == 500
+
+
+def test_a_grammar_that_is_not_loaded_in_time_ends_its_request_alone(rig: Any) -> None:
+    queue, slow, sent = rig
+    slow.seconds = 0.05
+    assert queue.sift([BOUND, FREE], sent) == [FREE] and not sent.items
+    time.sleep(0.1)
+    assert queue.sift([], sent) == [] and not queue.waiting
+    (delta,) = sent.items
+    assert (delta.rid, delta.finish.status_code) == ("bound", 503)
+    assert "longer than 0.05 s (--grammar-compile-timeout)" in delta.finish.message
+    slow.loading.set_result("template")  # for the next one
+    (passed,) = queue.sift([BOUND], sent)
+    assert passed.rid == "bound"
+
+
+class Hanging:
+    """A backend whose loads of ebnf wait for the test, whose others are at once."""
+
+    def __init__(self) -> None:
+        self.gate, self.begun = threading.Event(), threading.Event()
+
+    def load(self, payload: bytes) -> str:
+        if payload == b"ebnf":
+            self.begun.set()
+            assert self.gate.wait(60)
+        return f"template of {payload.decode()}"
+
+
+def test_a_kind_whose_library_is_being_loaded_delays_no_other() -> None:
+    def bound(kind: str) -> CompiledSpec:
+        return CompiledSpec(spec=GrammarSpec(kind=kind, text="a"), payload=kind.encode())
+
+    backend = Hanging()
+    templates = Templates(cast(Any, lambda: backend))
+    first = templates.load(bound("ebnf"))
+    assert backend.begun.wait(60)
+    for kind in ("json", "regex"):
+        assert cast(Any, templates.load(bound(kind)).result(60)) == f"template of {kind}"
+    assert not first.done()
+    backend.gate.set()
+    assert cast(Any, first.result(60)) == "template of ebnf"
+    templates.close()
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 from grammar_suites import BYTES, Group, accepts, is_valid, validator, walk
 
+from jserve.engine.sampling_params import sampling_from_dict
+from jserve.errors import RequestError
 from jserve.grammar.backend import Backend, GrammarError, Template
 from jserve.grammar.choice import make_backend
+from jserve.grammar.places import too_deep, value_too_deep
 from jserve.grammar.schema_check import check_schema
 from jserve.grammar.spec import JSON_OBJECT
 from jserve.types import GrammarSpec
@@ -118,7 +121,7 @@ def nested(depth: int) -> dict[str, Any]:
         ({"const": -(10**400)}, "const at # -1000000000000000000… (402 characters) is more than"),
         ({"type": "string", "maxLength": 10**12}, "maxLength at # is above 4294967295; lower it"),
         ({"type": "array", "minItems": 2**64}, "minItems at # is above 9223372036854775807; low"),
-        (nested(150), "it is nested too deeply; put inner parts under $defs"),
+        (nested(150), "nested too deeply: 151 levels at #/items/items/"),
         ({"properties": {"a": 3}}, "#/properties/a is no schema"),
         ({"items": [1]}, "#/items/0 is no schema"),
         (False, "false allows nothing"),
@@ -451,3 +454,44 @@ def test_schemas_in_structural_tags_are_refused_where_xgrammar_ignores_keywords(
     with pytest.raises(GrammarError) as caught:
         load(tag_backend, schema)
     assert message in str(caught.value)
+
+
+DEEP = {
+    "properties": {"flat": {"enum": ['{"a":[[[[', "\\"]}, "a/b": {"anyOf": [{}, [[{"": {}}]], 3]}}
+}
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_place_that_is_too_deep_is_the_deepest_of_the_text_and_of_the_value(
+    indent: int | None,
+) -> None:
+    told = "nested too deeply: 8 levels at #/properties/a~1b/anyOf/1/0/0/; put inner"
+    assert told in str(too_deep(json.dumps(DEEP, indent=indent)))
+    assert told in str(value_too_deep(DEEP))
+    assert "0 levels at #;" in str(too_deep("3")) and "0 levels at #;" in str(value_too_deep(3))
+    text = "[" * 200_000  # linear in its length, and no JSON
+    assert "200000 levels at #/0/0/" in str(too_deep(text))
+
+
+def test_a_schema_too_deep_for_python_is_refused_with_its_place(backend: Backend) -> None:
+    schema: Any = {"type": "integer"}
+    for _ in range(600):
+        schema = {"properties": {"a": schema}}
+    with pytest.raises(RequestError, match=r"^json_schema: .* 1201 levels at #/prop.*/a;") as told:
+        sampling_from_dict({"json_schema": schema})
+    assert told.value.param == "json_schema"
+    text = '{"properties":{"a":' * 600 + "{}" + "}}" * 600
+    for kind in ("json", "structural_tag"):
+        with pytest.raises(GrammarError, match=r"1201 levels at #/properties/a.*/properties/a;"):
+            backend.compile(GrammarSpec(kind=kind, text=text))
+    shared: Any = {}
+    for _ in range(1200):
+        shared = {"a": shared, "b": shared}  # 2^1200 places
+    with pytest.raises(RequestError, match=r"1201 levels at #/b/b"):
+        sampling_from_dict({"json_schema": shared})
+
+
+@pytest.mark.parametrize("value", [{"a": {1}}, {"a": b"x"}])
+def test_a_schema_that_is_no_json_is_refused_by_name(value: Any) -> None:
+    with pytest.raises(RequestError, match="^json_schema must be JSON: Object of type"):
+        sampling_from_dict({"json_schema": value})

@@ -484,3 +484,12 @@ def test_an_address_in_use_is_a_config_error(endpoints):
                 publisher(8, 1, **options)
     finally:
         context.destroy(linger=0)
+
+
+def test_a_batch_says_whose_cache_it_tells_of(endpoints, context):
+    events = publisher(64, 2, rank=3, **endpoints)
+    events.observer.cleared()
+    wait_until(lambda: bool(replayed(context, endpoints["replay_endpoint"], 0)))
+    (_, payload), *_ = replayed(context, endpoints["replay_endpoint"], 0)
+    assert msgspec.msgpack.decode(payload, type=EventBatch).attn_dp_rank == 3
+    events.close()

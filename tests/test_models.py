@@ -74,7 +74,13 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+#: Each differs from others in what tests of theirs show too.
+SELDOM = ("mistral_window", "smollm2", "qwen2")
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=pytest.mark.full if f in SELDOM else ()) for f in FAMILIES]
+)
 def test_logits_equal_transformers_in_a_ragged_batch_and_in_decode(family):
     config_class, overrides = FAMILIES[family]
     theirs = oracle(config_class, **overrides)

@@ -106,7 +106,7 @@ def test_a_load_is_what_the_scheduler_has_computed_by_hand() -> None:
     submit("c", list(range(50)))
     submit("d", list(range(30)))
     assert scheduler.plan() is not None  # decodes a, and computes 63 → 60 tokens of b
-    load = core(scheduler.stats(), {"max_running_requests": 2})
+    load = core(0, scheduler.stats(), {"max_running_requests": 2})
     used = 44 + 60  # whole pages: a has 41 tokens
     expected = {
         "num_running_reqs": 2,
@@ -125,4 +125,4 @@ def test_a_load_is_what_the_scheduler_has_computed_by_hand() -> None:
 
 def test_what_waits_is_expected_to_be_cached_like_what_came_before() -> None:
     gauges = {"num_waiting_tokens": 100.0, "cache_hit_rate": 0.75, "num_chunked_tokens": 40.0}
-    assert core(gauges, {})["num_waiting_uncached_tokens"] == 65
+    assert core(0, gauges, {})["num_waiting_uncached_tokens"] == 65

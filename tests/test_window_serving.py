@@ -131,7 +131,7 @@ def prompts_of(seed: int, lengths: tuple[int, ...], begin: list[int]) -> dict[st
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "name", ["gemma3", "mistral", pytest.param("gpt_oss", marks=pytest.mark.full)]
+    "name", ["gemma3", *(pytest.param(n, marks=pytest.mark.full) for n in ("mistral", "gpt_oss"))]
 )
 def test_windows_in_a_pool_of_their_own_give_the_tokens_of_one_pool_and_of_transformers(
     name: str,

@@ -23,6 +23,7 @@ from jserve.models.registry import build_model, parse_config
 from pallas_kernels.attention import AttentionMeta
 from sharding.experts import EP
 from sharding.mesh import make_mesh
+from sharding.ranks import Ranks, over_ranks
 from sharding.rules import TP, Rules
 
 PAGE = 4
@@ -69,9 +70,13 @@ def checkpoint_state(model) -> dict[str, torch.Tensor]:
     return revert_weight_conversion(model, model.state_dict())
 
 
-def rules_of(tp: int = 1, ep: int = 1) -> Rules:
-    mesh = make_mesh(jax.devices()[: tp * ep], tensor=tp, expert=ep)
-    return Rules(mesh, TP if ep == 1 else EP)
+def rules_of(tp: int = 1, ep: int = 1, dp: int = 1) -> Rules:
+    """`dp` ranks of attention, each of tp · ep / dp devices: dealt out along tp, else along ep."""
+    preset, along_tp = TP if ep == 1 else EP, tp % dp == 0
+    sizes = {"tensor": tp // dp, "expert": ep} if along_tp else {"tensor": tp, "expert": ep // dp}
+    mesh = make_mesh(jax.devices()[: tp * ep], data=dp, **sizes)
+    split = over_ranks(preset, "expert_mlp" if along_tp else "expert")
+    return Rules(mesh, preset) if dp == 1 else Rules(mesh, split, Ranks(mesh))
 
 
 def params_of(model: Model, state: dict[str, torch.Tensor], rules: Rules) -> dict[str, jax.Array]:

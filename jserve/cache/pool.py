@@ -24,12 +24,14 @@ _AXES = (None, None, "kv_heads", None)
 
 class KVPool(NamedTuple):
     """Layer i's pages are [i · num_pages, (i + 1) · num_pages), each layer's first is trash. Layers
-    are those of a KVShape; its groups have each a pool of their own.
+    are those of a KVShape; its groups have each a pool of their own. `tally` is no page: what a
+    model with experts counts as it goes (layers/expert_tally.py).
     """
 
     k: jax.Array
     v: jax.Array | None
     groups: tuple[KVPool, ...] = ()
+    tally: tuple[jax.Array, ...] = ()
 
 
 def pool_spec(
@@ -86,7 +88,7 @@ def bytes_per_page(shape: KVShape, page_size: int, dtype: str) -> int:
 
 def gather_pages(pool: KVPool, pages: jax.Array, num_layers: int) -> KVPool:
     """Copies of the given pages of every layer: leaves are [L, n, page, heads, D]. Of a pool
-    without groups; a group's pool is one.
+    without groups and tally; a group's pool is one.
     """
     return jax.tree.map(lambda leaf: leaf[_flat(leaf, pages, num_layers)], pool)
 

@@ -14,6 +14,7 @@ from jserve.config.options import (
     SchedulerOptions,
     ServerOptions,
 )
+from jserve.config.replica import Replica, num_replicas, too_few_devices
 from jserve.config.resolve import DeviceFacts, Resolved, resolve
 from jserve.config.together import check_together
 from jserve.config.tree import Config, unknown_option
@@ -26,11 +27,14 @@ __all__ = [
     "GrammarOptions",
     "KvEventsOptions",
     "ModelOptions",
+    "Replica",
     "Resolved",
     "SchedulerOptions",
     "ServerOptions",
     "add_arguments",
     "check_together",
+    "num_replicas",
     "resolve",
+    "too_few_devices",
     "unknown_option",
 ]

@@ -21,12 +21,14 @@ class KvEventsOptions:
     hwm: int = 100_000  # batches that ZMQ keeps for a slow subscriber; beyond, it loses some
     max_queue_size: int = 100_000  # changes that wait to be published; beyond, a batch is lost
     topic: str = ""
+    rank: int = 0  # no key: the data-parallel rank that they tell of
 
 
-def kv_events_options(text: str | None) -> KvEventsOptions | None:
-    """None: no events are wanted. Raises ConfigError."""
+def kv_events_options(text: str | None, rank: int = 0) -> KvEventsOptions | None:
+    """Of a data-parallel rank; None: no events are wanted. Raises ConfigError."""
     names = {field.name: field.default for field in dataclasses.fields(KvEventsOptions)}
-    options = KvEventsOptions(**read_object(_FLAG, text, names))
+    del names["rank"]
+    options = KvEventsOptions(**read_object(_FLAG, text, names), rank=rank)
     if options.publisher not in ("null", "zmq"):
         raise ConfigError(f"{_FLAG}: publisher must be null or zmq, got {options.publisher!r}")
     endpoints = {"endpoint": options.endpoint, "replay_endpoint": options.replay_endpoint}
@@ -34,4 +36,36 @@ def kv_events_options(text: str | None) -> KvEventsOptions | None:
         if value is not None and "://" not in value:
             example = "tcp://*:5557 or ipc://events.sock"
             raise ConfigError(f"{_FLAG}: {name} must be like {example}, got {value!r}")
-    return options if options.publisher == "zmq" else None
+    if options.publisher == "null":
+        return None
+    own = {name: value and _endpoint_of(rank, value, name) for name, value in endpoints.items()}
+    return dataclasses.replace(options, **own)
+
+
+def check_apart(text: str | None, num_ranks: int) -> None:
+    """Raises ConfigError when two ranks, or what one publishes and replays, share an endpoint."""
+    seen: dict[str, str] = {}
+    for rank in range(num_ranks):
+        options = kv_events_options(text, rank)
+        if options is None:
+            return
+        own = {"endpoint": options.endpoint, "replay_endpoint": options.replay_endpoint}
+        for name, value in own.items():
+            who = f"{name} of data-parallel rank {rank}"
+            if value is not None and seen.setdefault(value, who) != who:
+                raise ConfigError(
+                    f"{_FLAG}: {value} is the {seen[value]} and the {who}; leave --dp-size ports "
+                    "between endpoint and replay_endpoint"
+                )
+
+
+def _endpoint_of(rank: int, endpoint: str, name: str) -> str:
+    """Rank r's is r ports on, or has its number at the end where there are no ports."""
+    if rank == 0:
+        return endpoint
+    if not endpoint.startswith("tcp://"):
+        return f"{endpoint}_dp{rank}"
+    address, _, port = endpoint.rpartition(":")
+    if not port.isdecimal() or int(port) + rank > 65535:
+        raise ConfigError(f"{_FLAG}: {name} {endpoint!r} leaves no port for data-parallel {rank=}")
+    return f"{address}:{int(port) + rank}"

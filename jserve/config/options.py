@@ -160,6 +160,8 @@ class ExecutionOptions:
 
     device: str = _option("auto", "platform", choices="auto cpu gpu tpu")
     tp_size: int = _option(1, "tensor parallel devices", low=1, also="--tp")
+    dp_size: int = _option(1, "engines side by side, each with its devices", low=1, also="--dp")
+    enable_dp_attention: bool = _option(False, "--dp-size ranks of attention in --tp-size")
     ep_size: int = _option(1, "times as many, which share the experts", low=1, also="--ep")
     attention_backend: str | None = _option(
         None,

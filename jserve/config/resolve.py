@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from jserve.config.dp_attention import num_attention_ranks
 from jserve.config.kv_events import KvEventsOptions, kv_events_options
+from jserve.config.replica import too_few_devices
 from jserve.config.together import check_together, protected_threshold
 from jserve.config.tree import Config
 from jserve.errors import ConfigError
@@ -27,8 +29,9 @@ _BACKEND_PLATFORM = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """`platform` is cpu, gpu or tpu; `memory_bytes` is one device's, or the free RAM on CPU;
-    `capability` a GPU's compute capability."""
+    """`platform` is cpu, gpu or tpu; `count` is of all that there are, for every engine together;
+    `memory_bytes` is one device's, or the free RAM on CPU; `capability` a GPU's compute capability.
+    """
 
     platform: str
     kind: str
@@ -44,7 +47,8 @@ class Resolved:
     `chunked_prefill_size` is a multiple of page_size; it holds the whole context when chunking is
     off. `mixed_chunk_size`, the bound beside decode rows, is at most that, and so is
     `mixed_chunk_most`, to which an automatic one grows while many prompts wait; 0 keeps a given one
-    as it is. `max_total_tokens` is a multiple of page_size, or None: as much as
+    as it is. `attn_dp_size`: ranks of --enable-dp-attention, each with slots, chunks and pages of
+    these sizes. `max_total_tokens` is a multiple of page_size, or None: as much as
     `mem_fraction_static` leaves once the steps are compiled. `hybrid_swa`: layers with a window
     have a pool of their own, in which they keep little more than the window; None as
     `swa_full_tokens_ratio` is for runner/window_share.py to decide.
@@ -67,6 +71,7 @@ class Resolved:
     kv_events: KvEventsOptions | None
     overlap_depth: int
     tp_size: int
+    attn_dp_size: int
     ep_size: int
     attention_backend: str | None
     max_total_tokens: int | None
@@ -91,16 +96,20 @@ def resolve(config: Config, model: ModelConfig, device: DeviceFacts) -> Resolved
     check_together(config)
     for problem in _conflicts(config, model, device, dtype, context_length):
         raise ConfigError(problem)
+    if problem := too_few_devices(execution, device.count, device.platform):
+        raise ConfigError(problem)
     for problem in _float8_conflicts(config, model, device):
         raise ConfigError(problem)
-    num_devices = execution.tp_size * execution.ep_size
-    num_slots = scheduler.max_running_requests or (32 if on_cpu else 256)
+    num_devices, ranks = execution.tp_size * execution.ep_size, num_attention_ranks(execution)
+    num_slots = 32 if on_cpu else 256
+    if scheduler.max_running_requests is not None:  # of all data-parallel ranks
+        num_slots = scheduler.max_running_requests // execution.dp_size
     chunk, max_prefill_tokens = _prefill_sizes(config, device, context_length)
     mem_fraction = cache.mem_fraction_static or _mem_fraction(device, chunk, num_devices)
     tokens = cache.max_total_tokens
     if tokens is None and on_cpu:
-        token_bytes = _token_numbers(model, num_devices) * _ITEMSIZE[kv_dtype]
-        budget = min(2 * _GIB, int(mem_fraction * (device.memory_bytes or 4 * _GIB)))
+        token_bytes = _token_numbers(model, num_devices // ranks) * _ITEMSIZE[kv_dtype]
+        budget = min(2 * _GIB, int(mem_fraction * (device.memory_bytes or 4 * _GIB))) // ranks
         whole = num_slots * (context_length + cache.page_size)
         tokens = max(min(whole, budget // token_bytes), cache.page_size)
     return Resolved(
@@ -118,9 +127,10 @@ def resolve(config: Config, model: ModelConfig, device: DeviceFacts) -> Resolved
         radix=not cache.disable_radix_cache,
         eviction=cache.radix_eviction_policy,
         protected_threshold=protected_threshold(cache),
-        kv_events=kv_events_options(config.server.kv_events_config),
+        kv_events=kv_events_options(config.server.kv_events_config, config.replica.rank),
         overlap_depth=0 if scheduler.disable_overlap_schedule else 1,
         tp_size=execution.tp_size,
+        attn_dp_size=ranks,
         ep_size=execution.ep_size,
         attention_backend=execution.attention_backend,
         max_total_tokens=tokens and tokens // cache.page_size * cache.page_size,
@@ -185,7 +195,8 @@ def _conflicts(
 
 def _float8_conflicts(config: Config, model: ModelConfig, device: DeviceFacts) -> list[str]:
     """What float8 keys and values cannot be combined with, in words."""
-    kind, tp_size = config.cache.kv_cache_dtype, config.execution.tp_size
+    kind, execution = config.cache.kv_cache_dtype, config.execution
+    tp_size = max(1, execution.tp_size // num_attention_ranks(execution))
     if kind not in _FLOAT8:
         return []
     heads = max(model.num_kv_heads, tp_size) // tp_size
@@ -218,6 +229,7 @@ def _prefill_sizes(config: Config, device: DeviceFacts, context_length: int) -> 
         gib = (device.memory_bytes or 20 * _GIB) / _GIB
         asked = 2048 if gib < 20 else 4096 if gib < 60 else 8192 if gib < 160 else 16384
         asked = min(256 if device.platform == "cpu" else asked, limit)
+        asked = max(1, asked // num_attention_ranks(config.execution))  # the wide layers get all
     size = context_length if asked == -1 else min(asked, context_length)
     chunk = -(-size // config.cache.page_size) * config.cache.page_size
     return chunk, max(limit, chunk)

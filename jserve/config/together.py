@@ -4,8 +4,9 @@ loaded. What depends on those is resolve.py's.
 
 from __future__ import annotations
 
+from jserve.config.dp_attention import attention_conflicts
 from jserve.config.json_object import read_object
-from jserve.config.kv_events import kv_events_options
+from jserve.config.kv_events import check_apart, kv_events_options
 from jserve.config.options import CacheOptions, SchedulerOptions
 from jserve.config.tree import Config
 from jserve.errors import ConfigError
@@ -16,6 +17,8 @@ def check_together(config: Config) -> None:
     conflicts = {
         **_cache_conflicts(config.cache, config.scheduler.schedule_policy),
         **_size_conflicts(config.scheduler),
+        **_rank_conflicts(config.scheduler.max_running_requests, config.execution.dp_size),
+        **attention_conflicts(config.execution),
         **_priority_conflicts(config.scheduler),
     }
     for message, broken in conflicts.items():
@@ -23,6 +26,7 @@ def check_together(config: Config) -> None:
             raise ConfigError(message)
     protected_threshold(config.cache)
     events = kv_events_options(config.server.kv_events_config)
+    check_apart(config.server.kv_events_config, config.execution.dp_size)
     if events is not None and config.cache.disable_radix_cache:
         raise ConfigError(
             "--kv-events-config tells of the radix cache, but --disable-radix-cache is set"
@@ -68,6 +72,13 @@ def _size_conflicts(scheduler: SchedulerOptions) -> dict[str, bool]:
         f"--mixed-chunk-size {mixed_size} bounds mixed steps, but --disable-mixed-chunk is set": (
             scheduler.disable_mixed_chunk and mixed_size is not None
         ),
+    }
+
+
+def _rank_conflicts(asked: int | None, dp_size: int) -> dict[str, bool]:
+    return {
+        f"--max-running-requests {asked} is for all ranks together, and less than one for each of "
+        f"--dp-size {dp_size}": asked is not None and asked < dp_size
     }
 
 

@@ -25,6 +25,7 @@ from jserve.config.options import (
     check_value,
     flag_of,
 )
+from jserve.config.replica import Replica
 from jserve.errors import ConfigError
 
 
@@ -42,6 +43,7 @@ class Config:
     scheduler: SchedulerOptions = dataclasses.field(default_factory=SchedulerOptions)
     grammar: GrammarOptions = dataclasses.field(default_factory=GrammarOptions)
     execution: ExecutionOptions = dataclasses.field(default_factory=ExecutionOptions)
+    replica: Replica = dataclasses.field(default_factory=Replica)  # no section: nobody gives it
 
     def __post_init__(self) -> None:
         values = self.flat()
@@ -86,8 +88,8 @@ class Config:
 
     def flat(self) -> dict[str, Any]:
         """All options by their flat names."""
-        sections = dataclasses.asdict(self).values()
-        return {name: value for section in sections for name, value in section.items()}
+        tree = dataclasses.asdict(self)
+        return {name: value for section in SECTIONS for name, value in tree[section].items()}
 
 
 def unknown_option(name: str, others: Collection[str] = ()) -> str:

@@ -9,11 +9,11 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
 
-from jserve.engine.claims import claimed, forget, part_ids
+from jserve.engine.claims import claimed, forget
 from jserve.engine.core import EngineCore
 from jserve.engine.submission import make_submit
 from jserve.engine.warm_up import shared_prefixes, warm_up
-from jserve.types import GenerateRequest, Output, Submit
+from jserve.types import Abort, GenerateRequest, Output, Submit
 
 Outputs = AsyncGenerator[Output, None]
 
@@ -32,35 +32,34 @@ async def generate_batch(
                 yield output
         return
     core.client.require_alive()
-    waiting: list[str] = []
+    claims: dict[str, list[Abort]] = {}
     try:
-        submits = await _submits(core, requests, waiting)
+        submits = await _submits(core, requests, claims)
         cached = not core.config.cache.disable_radix_cache
         prefixes = shared_prefixes(submits, page_size) if cached else []
         if prefixes:
-            await warm_up(core.client, prefixes, waiting)
-    except BaseException:  # cancelled, too; behind it, all streams begin, and own their ids
-        forget(core.client, waiting)
-        raise
-    streams = map(core.generate_stream, requests, submits)
-    sizes = [request.sampling.n for request in requests]
-    async with contextlib.aclosing(merged(list(streams), sizes)) as outputs:
-        async for output in outputs:
-            yield output
+            await warm_up(core.client, prefixes, claims)
+        streams = map(core.generate_stream, requests, submits)
+        sizes = [request.sampling.n for request in requests]
+        async with contextlib.aclosing(merged(list(streams), sizes)) as outputs:
+            async for output in outputs:
+                yield output
+    finally:  # a stream that has not begun sends nothing
+        forget(core.client, claims)
 
 
 async def _submits(
-    core: EngineCore, requests: Sequence[GenerateRequest], waiting: list[str]
+    core: EngineCore, requests: Sequence[GenerateRequest], claims: dict[str, list[Abort]]
 ) -> list[Submit]:
-    """Of all requests, whose grammars are compiled beside each other; the ids that are put into
-    `waiting` are claimed. The first error ends it.
+    """Of all requests, whose grammars are compiled beside each other; what they claim is put into
+    `claims`, which owns it. The first error ends it.
     """
     limits, client = (core.vocab_size, core.context_length), core.client
 
     async def one(request: GenerateRequest) -> Submit:
         submit = await make_submit(request, core.tokenizer, limits, core.grammars)
-        submit = claimed(client, submit)
-        waiting.extend(part_ids(submit))
+        submit, own = claimed(client, submit)
+        claims.update(own)
         return submit
 
     tasks: list[asyncio.Task[Submit]] = []

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from jserve.engine.render import render_output
-from jserve.engine.requests import expand
+from jserve.engine.requests import check_ranks, expand
 from jserve.types import GenerateRequest, Output
 
 Generate = Callable[[Sequence[GenerateRequest]], AsyncGenerator[Output, None]]
@@ -18,10 +18,11 @@ Body = dict[str, Any]
 
 
 async def answer(
-    generate: Generate, id_to_text: IdToText, *arguments: Any, **options: Any
+    generate: Generate, id_to_text: IdToText, num_ranks: int, *arguments: Any, **options: Any
 ) -> AsyncGenerator[Body, None] | list[Body] | Body:
     """What Engine.async_generate returns for these arguments of requests.expand."""
     requests, many = expand(*arguments, **options)
+    check_ranks(requests, num_ranks)
     bodies = _bodies(generate, id_to_text, requests, many)
     if options.get("stream"):
         return bodies

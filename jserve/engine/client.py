@@ -38,7 +38,7 @@ class EngineClient:
         self.route_of = self._routes.get
         self.left: dict[tuple[str, int], tuple[_Loop, Inbox, int]] = {}  # see farewell.py
         self._turns = itertools.count(1)  # a rid is used again while old Deltas are on the way
-        self.aborted_early: dict[str, bool] = {}  # whether so, by id: who waits to be sent
+        self.aborted_early: dict[str, list[Abort]] = {}  # of those who wait to be sent
         self._questions = Questions()
         self._life = life
         self._channel = life.worker.channel
@@ -69,7 +69,7 @@ class EngineClient:
             claimed = submit.rid in self.aborted_early and not submit.claimed  # by another
             if claimed or submit.rid in self._routes:
                 raise RequestError(f"rid {submit.rid} is in use by an open request.", "rid")
-        over = [one.rid for one in submits if self.aborted_early.pop(one.rid, False)]
+        over = [one.rid for one in submits if self.aborted_early.pop(one.rid, None)]
         self._routes.update((submit.rid, route) for submit in submits)
         try:
             for submit in submits:

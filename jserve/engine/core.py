@@ -54,11 +54,11 @@ class EngineCore:
         parts = [submit]
         if request.sampling.n > 1:
             parts = await fan_out(submit, client, not self.config.cache.disable_radix_cache)
-        sequences = {
-            part.rid: Sequence(i, part, self.tokenizer, meter, self.config.server)
-            for i, part in enumerate(parts)
-        }
         with client.open(parts) as inbox:
+            sequences = {
+                part.rid: Sequence(i, part, self.tokenizer, meter, self.config.server)
+                for i, part in enumerate(parts)
+            }
             for reporter in self.reporters:
                 reporter.received(request, submit)
             try:

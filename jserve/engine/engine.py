@@ -99,6 +99,7 @@ class Engine:
                 self.grammars.reasoner = Reasoner(parser, tokenizer, model.model_path)
             self.server_info = self._life.await_ready(server.log_level in ("debug", "info"))
             self.model_config = msgspec.convert(self.server_info.pop("model_config"), ModelConfig)
+            self.rank_facts = self.server_info.pop("ranks", [self.server_info])
         except BaseException:
             self.shutdown()
             raise
@@ -134,7 +135,8 @@ class Engine:
 
     async def async_generate(self, *arguments: Any, **options: Any) -> Any:
         """As `generate`; with `stream` the result is an async iterator."""
-        return await answer(self.generate_batch, self.tokenizer.id_to_text, *arguments, **options)
+        generate, text = self.generate_batch, self.tokenizer.id_to_text
+        return await answer(generate, text, self.config.execution.dp_size, *arguments, **options)
 
     async def control(self, op: str, **args: str | int | float | bool) -> ControlReply:
         """Ask the engine: an `op` of types.Control with its arguments. Raises EngineDeadError."""
@@ -160,6 +162,13 @@ class Engine:
     def gauges(self) -> dict[str, float]:
         """The engine's numbers of a moment ago."""
         return self._client.gauges.values
+
+    @property
+    def ranks(self) -> list[tuple[int, dict[str, float], dict[str, Any]]]:
+        """The number of each data-parallel rank that lives, its `gauges` and its facts."""
+        gauges = self._client.gauges
+        ranks = gauges.ranks or {0: gauges}
+        return [(rank, one.values, self.rank_facts[rank]) for rank, one in ranks.items()]
 
     @property
     def healthy(self) -> bool:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 from jserve.engine.channel import EngineEnd
+from jserve.engine.measured import Measured
+from jserve.scheduler.scheduler import Scheduler
 from jserve.types import Gauges
-
-if TYPE_CHECKING:
-    from jserve.runner.runner import Runner
-    from jserve.scheduler.scheduler import Scheduler
 
 INTERVAL = 0.25  # seconds between two messages
 _WINDOW = 1.0  # seconds over which throughput is measured, at least
@@ -19,7 +16,7 @@ _WINDOW = 1.0  # seconds over which throughput is measured, at least
 class GaugeSender:
     """Counts throughput from the scheduler's total of generated tokens."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, channel: EngineEnd) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Measured, channel: EngineEnd) -> None:
         self._scheduler, self._runner, self._channel = scheduler, runner, channel
         self._sent = self._throughput = self._counted = 0.0
         self._since = time.monotonic()

@@ -1,4 +1,6 @@
-"""Requests whose grammars are being loaded. One that ends here never reaches the scheduler."""
+"""Requests whose grammars are being loaded, which may take a time. One that ends here never
+reaches the scheduler.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ import msgspec
 
 from jserve.engine.channel import EngineEnd
 from jserve.engine.refusals import aborted, refused
+from jserve.errors import TimedOutError
 from jserve.grammar.templates import Loading, Templates
 from jserve.types import Abort, Control, ControlReply, Delta, Deltas, Submit, ToEngine
 
@@ -49,12 +52,13 @@ class GrammarQueue:
             self.waiting[submit.rid] = submit, loading, time.monotonic()
 
     def _release(self) -> None:
-        ready = [rid for rid, (_, loading, _) in self.waiting.items() if loading.done()]
-        for rid in ready:
+        now, most = time.monotonic(), self._templates.seconds
+        over = [r for r, (_, one, t) in self.waiting.items() if one.done() or now - t > most]
+        for rid in over:
             submit, loading, since = self.waiting.pop(rid)
-            error = loading.exception()
+            error = loading.exception() if loading.done() else _too_late(most)
             if error is None:
-                waited = submit.waited + time.monotonic() - since
+                waited = submit.waited + now - since
                 self._passed.append(msgspec.structs.replace(submit, waited=waited))
             else:
                 cause = error if isinstance(error, Exception) else RuntimeError(repr(error))
@@ -80,3 +84,8 @@ class GrammarQueue:
         submit, *_ = self.waiting.pop(rid)
         if told:
             self._deltas.append(aborted(submit))
+
+
+def _too_late(seconds: float) -> TimedOutError:
+    why = f"waited for longer than {seconds:g} s (--grammar-compile-timeout)"
+    return TimedOutError(f"The request {why}, for its grammar to be loaded.")

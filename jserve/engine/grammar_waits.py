@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from jserve.config import SchedulerOptions
-from jserve.engine.claims import claim, forget
+from jserve.engine.claims import Claims, all_aborted, claim, forget
 from jserve.engine.client import EngineClient
 from jserve.errors import QueueFullError, TimedOutError
 from jserve.types import CompiledSpec
@@ -24,7 +24,7 @@ Begin = Callable[[], concurrent.futures.Future[CompiledSpec]]
 class _Wait:
     """One request: the ids of its sequences, and what is done when all of them are aborted."""
 
-    rids: Sequence[str]
+    claims: Claims
     aborted: asyncio.Future[None]
 
 
@@ -64,7 +64,7 @@ class GrammarWaits:
     def wake(self) -> None:
         """Some ids were aborted: requests of which nothing is left end."""
         for wait in list(self._open):
-            if all(self._client.aborted_early.get(rid) for rid in wait.rids):
+            if all_aborted(wait.claims):
                 with contextlib.suppress(RuntimeError):  # its loop was closed
                     wait.aborted.get_loop().call_soon_threadsafe(_settle, wait.aborted)
 
@@ -74,15 +74,15 @@ class GrammarWaits:
 
     @contextlib.contextmanager
     def _entered(self, rids: Sequence[str]) -> Iterator[_Wait]:
-        """While it is open, `rids` are claimed. They still are behind it, unless it fails: who is
-        sent then is told of their aborts."""
-        claim(self._client, rids)
-        wait = _Wait(rids, asyncio.get_running_loop().create_future())
+        """While it is open, `rids` are claimed. They still are behind it, unless it fails: whoever
+        gets its result owns them."""
+        claims = claim(self._client, rids)
+        wait = _Wait(claims, asyncio.get_running_loop().create_future())
         self._open[wait] = None
         try:
             yield wait
         except BaseException:  # cancelled, too
-            forget(self._client, rids)
+            forget(self._client, claims)
             raise
         finally:
             del self._open[wait]
@@ -92,7 +92,7 @@ class GrammarWaits:
             return
         queued = 0 if self._ordered else int((await self._state())["num_queue_reqs"])
         before = itertools.takewhile(lambda other: other is not wait, list(self._open))
-        if queued + sum(len(one.rids) for one in (*before, wait)) > self._most:
+        if queued + sum(len(one.claims) for one in (*before, wait)) > self._most:
             raise QueueFullError("The request queue is full.")
 
     async def _state(self) -> dict:

@@ -119,7 +119,7 @@ class _Sender:
     """The sockets, the sequence number, and the batches kept for replay."""
 
     def __init__(self, options: KvEventsOptions) -> None:
-        self._topic = options.topic.encode()
+        self._topic, self._rank = options.topic.encode(), options.rank
         self._kept: collections.deque[tuple[bytes, bytes]] = collections.deque(
             maxlen=options.buffer_steps
         )
@@ -141,7 +141,7 @@ class _Sender:
             raise ConfigError(f"--kv-events-config: no socket at {endpoint}: {error}") from None
 
     def publish(self, events: list[KvEvent]) -> None:
-        batch = EventBatch(ts=time.time(), events=events, attn_dp_rank=0)
+        batch = EventBatch(ts=time.time(), events=events, attn_dp_rank=self._rank)
         number, payload = self._sequence.to_bytes(8, "big"), self._encoder.encode(batch)
         self._sequence += 1
         self._kept.append((number, payload))

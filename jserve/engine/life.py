@@ -9,7 +9,7 @@ from typing import Any
 from tqdm import tqdm
 
 from jserve.config import Config
-from jserve.engine.process import EngineProcess, EngineThread
+from jserve.engine.ranks import start_worker
 from jserve.errors import ConfigError, EngineDeadError, WeightError
 from jserve.types import Control, Progress
 
@@ -18,11 +18,11 @@ _PATIENCE = 5.0  # seconds that a serving engine gets to end by itself
 
 
 class EngineLife:
-    """Attributes: `worker`, the process or thread; `failure`, what the engine said before it ends;
-    `ended`, why there is no engine any more. Both are "" while it lives."""
+    """Attributes: `worker`, the process or thread, or several as one; `failure`, what the engine
+    said before it ends; `ended`, why there is no engine any more. Both are "" while it lives."""
 
     def __init__(self, config: Config, builder: str, inline: bool) -> None:
-        self.worker = (EngineThread if inline else EngineProcess)(config, builder)
+        self.worker = start_worker(config, builder, inline)
         self.failure = ""
         self.ended = ""
         self._progress: queue.SimpleQueue[Progress] = queue.SimpleQueue()

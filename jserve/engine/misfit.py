@@ -9,7 +9,7 @@ def misfit(field: str, ids: list[int], wanted: int, vocab_size: int, context: in
     """What is wrong with a prompt of `field`, of which `wanted` tokens are to follow."""
     length = len(ids)
     if length == 0:
-        return RequestError(f"{field} must hold at least one token.", field)
+        return no_prompt(field)
     if not 0 <= min(ids) <= max(ids) < vocab_size:
         return RequestError(f"{field} must hold ids in [0, {vocab_size}).", field)
     if length >= context:
@@ -17,6 +17,10 @@ def misfit(field: str, ids: list[int], wanted: int, vocab_size: int, context: in
         return RequestError(message, field)
     why = f"{length} prompt tokens + {wanted} new tokens > context length {context}."
     return RequestError(f"max_new_tokens (or its default) is too large: {why}", "max_new_tokens")
+
+
+def no_prompt(field: str) -> RequestError:
+    return RequestError(f"{field} must hold at least one token.", field)
 
 
 def too_long(text: str, context: int) -> RequestError:

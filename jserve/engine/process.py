@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
-from jserve.config import Config
+from jserve.config import Config, num_replicas
 from jserve.engine.addresses import Addresses
 from jserve.engine.channel import ApiEnd, EngineEnd
 from jserve.engine.local import local_ends
@@ -117,9 +117,10 @@ def engine_main(config: Config, addresses: Addresses, builder: str) -> None:
     """The main function of an engine process."""
     for number in (signal.SIGINT, signal.SIGTERM):  # often sent to the whole group
         signal.signal(number, signal.SIG_IGN)  # the API process ends this one, once it is done
+    rank = f" DP{config.replica.rank}" if num_replicas(config.execution) > 1 else ""
     logging.basicConfig(
         level=config.server.log_level.upper(),
-        format="[%(asctime)s] %(message)s",
+        format=f"[%(asctime)s{rank}] %(message)s",
         datefmt="%Y-%m-%d %H:%M:%S",
     )
     threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()

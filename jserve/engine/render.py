@@ -44,6 +44,8 @@ def _meta_info(output: Output) -> dict[str, Any]:
     }
     if output.finish is None:
         return meta
+    if output.times.dp_rank is not None:
+        meta["dp_rank"] = output.times.dp_rank
     times = output.times
     created, first, now = times.created, times.first_token, times.latest
     meta |= {"e2e_latency": now - created, "response_sent_to_client_ts": now}

@@ -7,7 +7,7 @@ SamplingParams.verify and lengths to the engine.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -33,13 +33,16 @@ def expand(
     extra_key: str | list[str | None] | None = None,
     cache_salt: str | list[str | None] | None = None,
     priority: int | list[int | None] | None = None,
+    routed_dp_rank: int | list[int | None] | None = None,
+    data_parallel_rank: int | list[int | None] | None = None,
     log_metrics: bool = True,
     no_logs: bool = False,
     require_reasoning: bool = False,
 ) -> tuple[list[GenerateRequest], bool]:
     """(one request a prompt, whether the answer is a list of bodies).
 
-    Scalars hold for every prompt, lists have one value a prompt.
+    Scalars hold for every prompt, lists have one value a prompt. `data_parallel_rank` is an old
+    name of `routed_dp_rank`.
     """
     if (prompt is None) == (input_ids is None):
         raise RequestError("Exactly one of prompt and input_ids must be given.", "prompt")
@@ -52,6 +55,7 @@ def expand(
     if batch and isinstance(rid, str):
         rid = [f"{rid}_{i}" for i in range(size)]
     ids: list[Any] = token_ids_logprob or []
+    rank = one_rank(routed_dp_rank, data_parallel_rank)
     columns = {
         field: prompts,
         "sampling_params": _column("sampling_params", sampling_params, size),
@@ -65,6 +69,7 @@ def expand(
         "extra_key": _column("extra_key", extra_key, size),
         "cache_salt": _column("cache_salt", cache_salt, size),
         "priority": _column("priority", priority, size),
+        "routed_dp_rank": _column("routed_dp_rank", rank, size),
     }
     common = {"stream": stream, "return_text_in_logprobs": return_text_in_logprobs}
     common |= {"log_metrics": log_metrics, "no_logs": no_logs}
@@ -72,6 +77,22 @@ def expand(
     rows = zip(*columns.values(), strict=True)
     requests = [_request(common | dict(zip(columns, row, strict=True))) for row in rows]
     return requests, batch or requests[0].sampling.n > 1
+
+
+def one_rank(rank: Any, old: Any) -> Any:
+    """What `routed_dp_rank` and its old name ask for together. Raises RequestError."""
+    if rank is not None and old is not None and rank != old:
+        message = "routed_dp_rank and data_parallel_rank differ; give one."
+        raise RequestError(message, "data_parallel_rank")
+    return old if rank is None else rank
+
+
+def check_ranks(requests: Iterable[GenerateRequest], num_ranks: int) -> None:
+    """Raises RequestError for a rank that there never was."""
+    for request in requests:
+        if request.routed_dp_rank not in (None, *range(num_ranks)):
+            rule = f"must be in [0, {num_ranks - 1}], got {request.routed_dp_rank}."
+            raise RequestError(f"routed_dp_rank {rule}", "routed_dp_rank")
 
 
 def _request(fields: dict[str, Any]) -> GenerateRequest:

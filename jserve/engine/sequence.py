@@ -82,7 +82,7 @@ class Sequence:
             self._meter.tokens(submit, len(delta.token_ids), now - times.latest)
         times.latest, times.cache, times.num_steps = now, delta.cache_seconds, delta.num_steps
         if self.finish is not None:
-            times.ended = delta.ended or started  # a stop string ends it on this side
+            times.ended, times.dp_rank = delta.ended or started, delta.dp_rank  # or a stop string
             self._meter.finished(submit, self.finish, delta, len(self._output_ids), times)
 
     def _output(self, delta: Delta) -> Output:

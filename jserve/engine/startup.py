@@ -1,7 +1,7 @@
 """From a Config to a Loop that serves.
 
-Owns the order of start-up (backend, checkpoint, weights, compilation, scheduler) and what must be
-set before the backend starts. The only module that knows the constructors of every room.
+Owns the order of start-up: backend, checkpoint, weights, compilation, scheduler. The only module
+that knows the constructors of every room.
 """
 
 from __future__ import annotations
@@ -12,21 +12,26 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import psutil
 
 from jserve.cache.manager import CacheManager
 from jserve.cache.window import WindowGroup
-from jserve.config import Config, DeviceFacts, Resolved, resolve
+from jserve.config import Config, DeviceFacts, KvEventsOptions, Resolved, num_replicas, resolve
+from jserve.config.kv_events import kv_events_options
 from jserve.engine.channel import EngineEnd
+from jserve.engine.devices import claim_devices, num_found, own_devices
 from jserve.engine.grammar_gate import GrammarGate
 from jserve.engine.grammar_queue import GrammarQueue
 from jserve.engine.kv_events import open_kv_events
 from jserve.engine.loop import Loop
+from jserve.engine.placement import Placement
+from jserve.engine.stacked_loop import StackedLoop
+from jserve.engine.stacked_rank import RankParts
 from jserve.errors import ConfigError
 from jserve.grammar.backend import Backend
 from jserve.grammar.choice import choose_backend, make_backend
@@ -37,8 +42,10 @@ from jserve.metrics.step_clock import step_timing
 from jserve.metrics.timing import UNTIMED, Timing
 from jserve.models.architectures import find_architecture
 from jserve.models.registry import build_model, parse_config
+from jserve.runner.expert_load import counted
 from jserve.runner.runner import Runner
-from jserve.runner.startup import start_runner
+from jserve.runner.stacked import StackedRunner
+from jserve.runner.startup import compile_programs
 from jserve.runner.window_share import kept_tokens
 from jserve.scheduler.request import SchedulerSettings
 from jserve.scheduler.scheduler import Scheduler
@@ -49,11 +56,11 @@ from jserve.weights.checkpoint import Checkpoint, open_checkpoint
 from jserve.weights.loader import load_params
 from sharding.experts import EP
 from sharding.mesh import make_mesh
+from sharding.ranks import Ranks, over_ranks
 from sharding.rules import TP, Rules
 
 logger = logging.getLogger("jserve.engine")
 
-_XLA_MEM_FRACTION = "0.93"  # of a GPU; the rest is for CUDA contexts, graphs and libraries
 #: Options that the scheduler takes as they are.
 _AS_GIVEN = (
     *("prefill_max_requests", "retraction_policy", "req_waiting_timeout", "req_running_timeout"),
@@ -61,23 +68,21 @@ _AS_GIVEN = (
     *("default_priority_value", "abort_on_priority_when_disabled", "disable_priority_preemption"),
     "priority_scheduling_preemption_threshold",
 )
-_PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
 
 
-def build(config: Config, channel: EngineEnd) -> Loop:
+def build(config: Config, channel: EngineEnd) -> Loop | StackedLoop:
     """A Loop ready to run, all compiled that it needs first; progress is told over `channel`."""
 
     def progress(stage: str) -> Callable[[int, int], None]:
         return lambda done, total: channel.send(Progress(stage=stage, done=done, total=total))
 
     started = time.monotonic()
-    _prepare_backend(config)
+    claim_devices(config)
+    devices = own_devices(config)
     checkpoint = open_checkpoint(config.model, find_architecture)
     model_config = parse_config(checkpoint.hf_config, checkpoint.generation_config)
-    resolved = resolve(config, model_config, _device_facts())
-    tp_size, ep_size = resolved.tp_size, resolved.ep_size
-    mesh = make_mesh(jax.devices(), tensor=tp_size, expert=ep_size)
-    rules = Rules(mesh, TP if ep_size == 1 else EP)
+    resolved = resolve(config, model_config, _device_facts(config, devices))
+    rules = _rules(devices, resolved)
     model = build_model(
         model_config,
         rules,
@@ -86,11 +91,12 @@ def build(config: Config, channel: EngineEnd) -> Loop:
         page_size=resolved.page_size,
         hybrid=resolved.hybrid_swa,
     )
-    templates = Templates(functools.partial(_grammar_backend, config, checkpoint, model_config))
+    grammars = functools.partial(_grammar_backend, config, checkpoint, model_config)
+    templates = Templates(grammars, config.grammar.grammar_compile_timeout)
     told = progress("weights")
     params = load_params(model.specs, checkpoint, rules, resolved.dtype, progress=told)
     loaded = time.monotonic()
-    runner = start_runner(
+    made = compile_programs(
         model,
         params,
         rules,
@@ -99,34 +105,91 @@ def build(config: Config, channel: EngineEnd) -> Loop:
         compilation_cache_dir=_cache_dir(config),
         facts=(model_config,),
     )
-    timing = step_timing() if config.server.enable_metrics else UNTIMED
-    cache, close_events = _open_cache(resolved, runner, model.cache, timing)
-    scheduler = Scheduler(_scheduler_settings(config, resolved, model_config), cache)
-    masks = Masks(templates, scheduler, *_jump(config, checkpoint, scheduler))
+    runner = (Runner if rules.ranks is None else StackedRunner)(*made)
     facts = _facts(model_config, resolved, runner) | {
-        "weight_bytes": sum(array.nbytes for array in params.values()),
+        "weight_bytes": sum(a.nbytes for a in params.values()) // resolved.attn_dp_size,
         "weight_seconds": round(loaded - started, 3),
         "compile_seconds": round(time.monotonic() - loaded, 3),
     }
     ends = contextlib.ExitStack()
-    ends.callback(close_events)
     ends.callback(templates.close)
-    return Loop(
-        scheduler,
-        runner,
-        GrammarGate(channel, GrammarQueue(templates, lambda: scheduler.paused)),
-        masks=masks,
-        depth=resolved.overlap_depth,
-        page_size=resolved.page_size,
-        decode_log_interval=config.server.decode_log_interval,
-        facts=facts,
-        watchdog_timeout=config.server.watchdog_timeout,
-        soft_watchdog_timeout=config.server.soft_watchdog_timeout or 0.0,
-        on_close=ends.close,
-    )
+    parts = _Parts(config, resolved, checkpoint, model_config, model.cache, runner, templates, ends)
+    return parts.stacked(channel, facts) if rules.ranks else parts.alone(channel, facts)
 
 
-def _facts(model: ModelConfig, resolved: Resolved, runner: Runner) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Parts:
+    """What a loop is made of, but for schedulers."""
+
+    config: Config
+    resolved: Resolved
+    checkpoint: Checkpoint
+    model_config: ModelConfig
+    cache_shape: KVShape
+    runner: Any  # a Runner or a StackedRunner
+    templates: Templates
+    ends: contextlib.ExitStack  # of the loop
+
+    def alone(self, channel: EngineEnd, facts: dict[str, Any]) -> Loop:
+        scheduler, masks = self._rank(self.config.replica.rank)
+        gate = GrammarGate(channel, GrammarQueue(self.templates, lambda: scheduler.paused))
+        runner = counted(self.runner, self.model_config.moe, facts)
+        return Loop(scheduler, runner, gate, masks=masks, facts=facts, **self._options())
+
+    def stacked(self, channel: EngineEnd, facts: dict[str, Any]) -> StackedLoop:
+        """The ranks of --enable-dp-attention."""
+        ranks = [self._rank(number) for number in range(self.resolved.attn_dp_size)]
+        schedulers = [scheduler for scheduler, _ in ranks]
+        queue = GrammarQueue(self.templates, lambda: any(one.paused for one in schedulers))
+        blocks = {} if self.resolved.radix else {"num_blocks": 0}
+        placement = Placement(len(ranks), self.resolved.page_size, **blocks)
+        told = [dict(facts) for _ in ranks]
+        runner = counted(self.runner, self.model_config.moe, told[0])
+        measured = (runner, *self.runner.others)
+        parts = [
+            RankParts(number, *ranks[number], counts, told[number])
+            for number, counts in enumerate(measured)
+        ]
+        gate, stacked = GrammarGate(channel, queue), cast(StackedRunner, runner)
+        return StackedLoop(parts, stacked, gate, placement, **self._options())
+
+    def _rank(self, number: int) -> tuple[Scheduler, Masks]:
+        """The scheduler of one rank, with a cache of its own."""
+        config, resolved = self.config, self.resolved
+        timing = step_timing() if config.server.enable_metrics else UNTIMED
+        events = kv_events_options(config.server.kv_events_config, number)
+        cache, close = _open_cache(resolved, events, self.runner, self.cache_shape, timing)
+        self.ends.callback(close)
+        settings = _scheduler_settings(config, resolved, self.model_config, number)
+        scheduler = Scheduler(settings, cache)
+        return scheduler, Masks(
+            self.templates, scheduler, *_jump(config, self.checkpoint, scheduler)
+        )
+
+    def _options(self) -> dict[str, Any]:
+        server = self.config.server
+        return {
+            "depth": self.resolved.overlap_depth,
+            "page_size": self.resolved.page_size,
+            "decode_log_interval": server.decode_log_interval,
+            "watchdog_timeout": server.watchdog_timeout,
+            "soft_watchdog_timeout": server.soft_watchdog_timeout or 0.0,
+            "on_close": self.ends.close,
+        }
+
+
+def _rules(devices: Sequence[Any], resolved: Resolved) -> Rules:
+    ranks, tensor, expert = resolved.attn_dp_size, resolved.tp_size, resolved.ep_size
+    preset = TP if expert == 1 else EP
+    if ranks == 1:
+        return Rules(make_mesh(devices, tensor=tensor, expert=expert), preset)
+    split = "expert_mlp" if tensor % ranks == 0 else "expert"  # which the ranks have parts of
+    sizes = (tensor // ranks, expert) if split == "expert_mlp" else (1, expert // ranks)
+    mesh = make_mesh(devices, data=ranks, tensor=sizes[0], expert=sizes[1])
+    return Rules(mesh, over_ranks(preset, split), Ranks(mesh))
+
+
+def _facts(model: ModelConfig, resolved: Resolved, runner: Any) -> dict[str, Any]:
     """What `server_info` says of the engine."""
     return {
         "model_config": dataclasses.asdict(model),
@@ -155,7 +218,11 @@ def _jump(config: Config, checkpoint: Checkpoint, scheduler: Scheduler) -> tuple
 
 
 def _open_cache(
-    resolved: Resolved, runner: Runner, shape: KVShape, timing: Timing
+    resolved: Resolved,
+    events: KvEventsOptions | None,
+    runner: Any,
+    shape: KVShape,
+    timing: Timing,
 ) -> tuple[CacheManager, Callable[[], None]]:
     """The cache, and what ends the publishing of its events."""
     num_pages, page_size = runner.num_pages, resolved.page_size
@@ -170,7 +237,7 @@ def _open_cache(
         for group, pages in zip(shape.groups, runner.group_pages, strict=True)
         for window in [group.window or resolved.context_length]
     )
-    observer, close = open_kv_events(resolved.kv_events, num_pages, resolved.page_size)
+    observer, close = open_kv_events(events, num_pages, resolved.page_size)
     cache = CacheManager(
         num_pages,
         resolved.page_size,
@@ -184,27 +251,15 @@ def _open_cache(
     return cache, close
 
 
-def _prepare_backend(config: Config) -> None:
-    """What JAX reads once, when its backend starts; in a process where it runs, without effect."""
-    execution = config.execution
-    if execution.device != "auto":
-        jax.config.update("jax_platforms", _PLATFORMS[execution.device])
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", _XLA_MEM_FRACTION)
-    flags = os.environ.get("XLA_FLAGS", "")
-    num_devices = execution.tp_size * execution.ep_size
-    if num_devices > 1 and "host_platform_device_count" not in flags:
-        flag = f"--xla_force_host_platform_device_count={num_devices}"
-        os.environ["XLA_FLAGS"] = f"{flags} {flag}"  # of the CPU platform only
-
-
-def _device_facts() -> DeviceFacts:
-    device = jax.devices()[0]
+def _device_facts(config: Config, devices: Sequence[Any]) -> DeviceFacts:
+    device = devices[0]
     if device.platform == "cpu":
-        memory: int | None = psutil.virtual_memory().available
+        available = psutil.virtual_memory().available
+        memory: int | None = available // num_replicas(config.execution)
     else:
         memory = (device.memory_stats() or {}).get("bytes_limit")
     capability = device.compute_capability if device.platform == "gpu" else None
-    count = len(jax.devices())
+    count = num_found(config)
     return DeviceFacts(device.platform, device.device_kind, count, memory, capability)
 
 
@@ -214,7 +269,7 @@ def _cache_dir(config: Config) -> str | None:
 
 
 def _scheduler_settings(
-    config: Config, resolved: Resolved, model: ModelConfig
+    config: Config, resolved: Resolved, model: ModelConfig, rank: int
 ) -> SchedulerSettings:
     seed, given = config.model.random_seed, dataclasses.asdict(config.scheduler)
     return SchedulerSettings(
@@ -232,6 +287,7 @@ def _scheduler_settings(
         schedule_conservativeness=resolved.schedule_conservativeness,
         max_queued=resolved.max_queued_requests,
         lookahead=resolved.overlap_depth,
-        seed=int.from_bytes(os.urandom(7)) if seed is None else seed,
+        # each rank draws other seeds for the requests that have none
+        seed=int.from_bytes(os.urandom(7)) if seed is None else seed + (rank << 32),
         **{name: given[name] for name in _AS_GIVEN},
     )

@@ -27,10 +27,13 @@ _DECODE_LINE = (
 
 class StepLog:
     """Throughput counts the time of steps alone: of the one with the prompts, or of all since the
-    last line of its kind. `interval`: decode steps between two lines."""
+    last line of its kind. `interval`: decode steps between two lines. `prefix` begins each."""
 
-    def __init__(self, scheduler: Scheduler, page_size: int, interval: int) -> None:
+    def __init__(
+        self, scheduler: Scheduler, page_size: int, interval: int, prefix: str = ""
+    ) -> None:
         self._scheduler = scheduler
+        self._prefill_line, self._decode_line = prefix + _PREFILL_LINE, prefix + _DECODE_LINE
         self._page_size = page_size
         self._interval = interval
         self._num_decode_steps = 0
@@ -49,11 +52,11 @@ class StepLog:
             rate = new_tokens / seconds
             cached = sum(len(edit.pages) for edit in plan.edits) * self._page_size
             numbers = {"new_seqs": len(plan.edits), "new_tokens": new_tokens, "cached": cached}
-            logger.info(_PREFILL_LINE.format(throughput=rate, **stats, **numbers))
+            logger.info(self._prefill_line.format(throughput=rate, **stats, **numbers))
             return
         self._num_decode_steps += 1
         if self._num_decode_steps % self._interval == 0:
             stats = self._scheduler.stats()
             rate = (stats["generation_tokens_total"] - self._generated) / self._seconds
             self._generated, self._seconds = stats["generation_tokens_total"], 0.0
-            logger.info(_DECODE_LINE.format(throughput=rate, **stats))
+            logger.info(self._decode_line.format(throughput=rate, **stats))

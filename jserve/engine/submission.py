@@ -49,8 +49,7 @@ async def make_submit(
     if logprobs is not None:
         logprobs.verify(len(ids), vocab_size)
         if request.sampling.max_new_tokens == 0 and logprobs.start_len < 0:
-            # without output, the prompt's are meant
-            logprobs = msgspec.structs.replace(logprobs, start_len=0)
+            logprobs = msgspec.structs.replace(logprobs, start_len=0)  # the prompt's are meant
     submit = Submit(
         rid=request.rid or uuid.uuid4().hex,
         prompt_ids=ids,
@@ -62,6 +61,7 @@ async def make_submit(
         stream=request.stream,
         created=created,
         sent=time.time(),
+        routed_dp_rank=request.routed_dp_rank,
     )
     params = request.sampling
     constrained = params.json_schema or params.regex or params.ebnf or params.structural_tag

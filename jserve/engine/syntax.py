@@ -12,6 +12,7 @@ from typing import Any
 
 from jserve.errors import RequestError
 from jserve.grammar.backend import GrammarError
+from jserve.grammar.places import value_too_deep
 from jserve.grammar.spec import JSON_OBJECT, choice_spec
 
 #: json_schema and structural_tag may be objects, choices is a list, json_object true or false.
@@ -44,12 +45,21 @@ def syntax_fields(given: Mapping[str, Any]) -> dict[str, Any]:
             raise RequestError(f"json_object must be true or false, got {value!r}.", name)
         return {"json_schema": JSON_OBJECT.text, "syntax_field": name}
     if name == "json_schema" and isinstance(value, Mapping | bool):
-        return {name: json.dumps(value, ensure_ascii=False)}
+        return {name: _as_text(name, value)}
     if name == "structural_tag" and isinstance(value, Mapping):
-        return {name: json.dumps(value, ensure_ascii=False)}
+        return {name: _as_text(name, value)}
     if not isinstance(value, str):
         also = " or an object" if name in ("json_schema", "structural_tag") else ""
         raise RequestError(f"{name} must be a string{also}, got {value!r}.", name)
     if not value:
         raise RequestError(f"{name} must not be empty; leave it out, or give null.", name)
     return {name: value}
+
+
+def _as_text(name: str, value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        raise RequestError(f"{name}: {value_too_deep(value)}.", name) from None
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"{name} must be JSON: {error}.", name) from None

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from jserve.engine.claims import forget
+from jserve.engine.claims import Claims, all_aborted
 from jserve.engine.client import EngineClient
 from jserve.engine.refusals import raise_refusal
 from jserve.types import Abort, SamplingParams, Submit
@@ -21,24 +21,20 @@ from jserve.types import Abort, SamplingParams, Submit
 MIN_SHARED = 64  # tokens; shorter ones take less time to compute again than to wait for
 
 
-async def warm_up(client: EngineClient, prompts: Sequence[Submit], waiting: Sequence[str]) -> None:
-    """Compute the prompts. Sequences with the ids `waiting`, which are claimed, start behind it:
+async def warm_up(client: EngineClient, prompts: Sequence[Submit], waiting: Claims) -> None:
+    """Compute the prompts. Sequences with the ids `waiting` start behind it, unless this raises:
     what aborts them until then ends them when they do.
 
     Raises what a prompt is refused with. One that is aborted is not waited for any longer.
     """
-    if all(client.aborted_early[rid] for rid in waiting):
+    if all_aborted(waiting):
         return
-    try:
-        with client.open(prompts) as inbox:
-            for _ in prompts:
-                while (delta := await inbox.get()).finish is None:
-                    pass
-                client.close(delta.rid)
-                raise_refusal(delta.finish)
-    except BaseException:  # cancelled, too
-        forget(client, waiting)
-        raise
+    with client.open(prompts) as inbox:
+        for _ in prompts:
+            while (delta := await inbox.get()).finish is None:
+                pass
+            client.close(delta.rid)
+            raise_refusal(delta.finish)
 
 
 def prefix_of(submit: Submit, rid: str, length: int) -> Submit:
@@ -77,10 +73,11 @@ def reusable(submit: Submit) -> int:
 
 def abort(client: EngineClient, rid: str, abort_all: bool) -> None:
     """End every request whose id starts with `rid`, also those that wait to be submitted."""
-    for waiting in list(client.aborted_early):
+    message = Abort(rid=rid, exact=False, abort_all=abort_all)
+    for waiting, aborts in client.aborted_early.copy().items():
         if abort_all or waiting.startswith(rid):
-            client.aborted_early[waiting] = True
-    client.send(Abort(rid=rid, exact=False, abort_all=abort_all))
+            aborts.append(message)
+    client.send(message)
 
 
 def _num_common(lists: Sequence[Any]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import threading
 from collections.abc import Callable
 
 from jserve.errors import ConfigError
@@ -49,6 +50,7 @@ class ByKind:
     def __init__(self, special: dict[str, Backend], make_usual: Callable[[], Backend]) -> None:
         self._special, self._make_usual = special, make_usual
         self._usual: Backend | None = None
+        self._lock = threading.Lock()
 
     def prepare(self, kind: str) -> None:
         self._of(kind)
@@ -64,6 +66,7 @@ class ByKind:
     def _of(self, kind: str) -> Backend:
         if kind in self._special:
             return self._special[kind]
-        if self._usual is None:  # xgrammar takes seconds to import
-            self._usual = self._make_usual()
-        return self._usual
+        with self._lock:
+            if self._usual is None:  # xgrammar takes seconds to import
+                self._usual = self._make_usual()
+            return self._usual

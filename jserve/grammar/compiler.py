@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
@@ -32,7 +33,8 @@ _FORGET_SECONDS = 60.0  # when a timeout or a crash may be tried again
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CompilerLimits:
     """`max_workers` compile at a time (NUM_EXTRA more for short texts), each for `seconds`, or for
-    `crowded_seconds` when others wait for a worker; `cache_bytes` of payloads are kept.
+    `crowded_seconds` when others wait for a worker. The first of a kind loads its library before,
+    for `seconds` too. `cache_bytes` of payloads are kept.
     """
 
     seconds: float = 30.0
@@ -194,14 +196,20 @@ class GrammarCompiler:
         return CompiledSpec(spec=spec, payload=payload)
 
     def _sent(self, spec: GrammarSpec) -> Worker:
-        """A worker that has the spec. One that died idle says nothing about it."""
+        """A worker that has the spec, and what it needs. One that died idle says nothing about it.
+        Raises TimeoutError."""
+        seconds = self._limits.seconds
         for _ in range(_SEND_TRIES):
-            worker = self._workers.take()
-            try:
+            worker, loaded = self._workers.take(spec.kind), None
+            with contextlib.suppress(EOFError, OSError):
                 worker.send(spec)
+                loaded = worker.wait_ready(seconds)
+            if loaded:
                 return worker
-            except (EOFError, OSError):
-                self._workers.give(worker, again=False)
+            self._workers.give(worker, again=False)
+            if loaded is False:
+                why = f"what compiles it was not loaded within {seconds:g} seconds"
+                raise TimeoutError(f"{why}; try again later")
         raise GrammarError("no worker process stays alive")
 
     def _answer(self, worker: Worker) -> tuple[bytes, str, bool]:

@@ -77,12 +77,9 @@ _KNOWN: tuple[tuple[str, Words], ...] = (
         r"too large|[Tt]oo many (?:items|expressions)",
         "it is too large; split it",
     ),
-    (
-        r"recursion limit exceeded",
-        "it is nested too deeply; put inner parts under $defs, and refer to them by $ref",
-    ),
-    (r"recursion depth", "it is nested too deeply"),
 )
+#: Of JSON that is too deep for a library to read: see places.py.
+TOO_DEEP = re.compile(r"recursion limit exceeded|recursion depth|nested deeper than")
 
 
 def plain_words(message: str) -> str:

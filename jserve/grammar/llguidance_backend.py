@@ -13,7 +13,8 @@ import numpy as np
 from jserve.grammar.backend import GrammarError, Vocabulary
 from jserve.grammar.gbnf import parse_gbnf
 from jserve.grammar.lark import to_lark
-from jserve.grammar.library_words import plain_words
+from jserve.grammar.library_words import TOO_DEEP, plain_words
+from jserve.grammar.places import too_deep
 from jserve.grammar.regex_syntax import whole_match
 from jserve.grammar.schema_check import check_schema
 from jserve.grammar.tag_check import old_form
@@ -47,10 +48,10 @@ class LLGuidanceBackend:
         try:
             source = _source(spec)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise GrammarError(plain_words(str(error))) from None
+            raise _refusal(str(error), spec) from None
         _, messages = llguidance.LLMatcher.validate_grammar_with_warnings(source, self._tokenizer)
         if messages:  # a warning is something that it would not enforce
-            raise GrammarError(plain_words(messages[0]))
+            raise _refusal(messages[0], spec)
         self._try(source)
         return source.encode()
 
@@ -149,6 +150,12 @@ class _Tokens:
                 ids.append(self._ids[data[:length]])
                 data = data[length:]
         return ids
+
+
+def _refusal(message: str, spec: GrammarSpec) -> GrammarError:
+    if spec.kind in ("json", "structural_tag") and TOO_DEEP.search(message):
+        return too_deep(spec.text)
+    return GrammarError(plain_words(message))
 
 
 def _source(spec: GrammarSpec) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 from jserve.grammar.backend import GrammarError
 from jserve.grammar.formats import FORMAT_PATTERNS, INTEGER_FORMATS, NATIVE_FORMATS
+from jserve.grammar.places import escape, too_deep
 from jserve.grammar.regex_syntax import search_match
 from jserve.grammar.schema_refs import SchemaRefs
 from jserve.grammar.schema_shapes import check_shapes
@@ -73,7 +74,9 @@ def check_schema(text: str) -> CheckedSchema:
     """Raises GrammarError."""
     try:
         schema = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_twins)
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        raise too_deep(text) from None
+    except ValueError as error:
         raise GrammarError(f"the schema is not JSON: {error}"[:300]) from None
     if schema is True:
         schema = {}
@@ -143,11 +146,6 @@ class _Check:
 
 def refused(keyword: str, at: str, why: str) -> GrammarError:
     return GrammarError(f"{keyword} at {at} {why}")
-
-
-def escape(key: str) -> str:
-    """A key as part of a JSON pointer."""
-    return key.replace("~", "~0").replace("/", "~1")
 
 
 def _no_constant(name: str) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 
 from jserve.grammar.backend import GrammarError
 from jserve.grammar.ebnf_check import check_ebnf
+from jserve.grammar.places import escape, too_deep
 from jserve.grammar.regex_syntax import whole_match
-from jserve.grammar.schema_check import KEYWORDS, escape, refused, whole
+from jserve.grammar.schema_check import KEYWORDS, refused, whole
 from jserve.grammar.schema_refs import SchemaRefs
 from jserve.grammar.schema_shapes import check_shapes
 
@@ -97,7 +98,9 @@ def old_form(text: str) -> Json | None:
     """The old form as {tags: [(trigger, begin, schema, end)], rest}; None for the new form."""
     try:
         tag = json.loads(text)
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        raise too_deep(text) from None
+    except ValueError as error:
         raise GrammarError(f"the structural tag is not JSON: {error}"[:300]) from None
     if not isinstance(tag, dict):
         raise GrammarError("a structural tag must be a JSON object")

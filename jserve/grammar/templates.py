@@ -1,7 +1,7 @@
 """Compiled grammars as the engine's process has them: loaded once, forked for each answer.
 
-Loading takes milliseconds, so it is done in a thread of its own; what was used latest is kept.
-Knows nothing of requests.
+Loading takes milliseconds, and the first of a kind may need a library that takes seconds; so each
+kind has a thread of its own. What was used latest is kept. Knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ Loading = concurrent.futures.Future[Template]
 
 class Templates:
     """Args:
-    make_backend: called once, in the thread, from the start.
+    make_backend: called once, in a thread, from the start.
+    seconds: for which a request may wait for one to be loaded.
     """
 
-    def __init__(self, make_backend: Callable[[], Backend]) -> None:
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, "jserve-grammar-load")
-        self._backend = self._thread.submit(make_backend)
+    def __init__(self, make_backend: Callable[[], Backend], seconds: float = 30.0) -> None:
+        self.seconds = seconds
+        self._first = _thread()
+        self._threads: dict[str, concurrent.futures.ThreadPoolExecutor] = {}  # by kind
+        self._backend = self._first.submit(make_backend)
         self._lock = threading.Lock()
         self._loaded: collections.OrderedDict[CompiledSpec, Loading] = collections.OrderedDict()
         self._num_bytes = 0
@@ -37,7 +40,9 @@ class Templates:
             if known is not None:
                 self._loaded.move_to_end(compiled)
                 return known
-            loading = self._thread.submit(self._load, compiled.payload)
+            kind = compiled.spec.kind
+            thread = self._threads.get(kind) or self._threads.setdefault(kind, _thread())
+            loading = thread.submit(self._load, compiled.payload)
             self._loaded[compiled] = loading
             self._num_bytes += len(compiled.payload)
             while self._num_bytes > _KEPT_BYTES and len(self._loaded) > 1:
@@ -46,7 +51,13 @@ class Templates:
             return loading
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            for thread in (self._first, *self._threads.values()):
+                thread.shutdown(wait=False, cancel_futures=True)
 
     def _load(self, payload: bytes) -> Template:
         return self._backend.result().load(payload)
+
+
+def _thread() -> concurrent.futures.ThreadPoolExecutor:
+    return concurrent.futures.ThreadPoolExecutor(1, "jserve-grammar-load")

@@ -25,9 +25,10 @@ _MOST_STARTING = max(2, (os.cpu_count() or 1) // 2)
 
 
 class Worker:
-    """One process and the pipe to it."""
+    """One process and the pipe to it. `kinds`: those of specs whose library it has loaded."""
 
     def __init__(self, work: Work, arguments: tuple[Any, ...]) -> None:
+        self.kinds: set[str] = set()
         context = multiprocessing.get_context("spawn")
         self._pipe: Connection
         self._pipe, other = context.Pipe()
@@ -41,16 +42,18 @@ class Worker:
     def alive(self) -> bool:
         return self._process.is_alive()
 
-    def wait_ready(self) -> None:
-        """Until the process has imported what it needs. Raises EOFError or OSError, as all below,
-        when it has ended."""
-        if not self._pipe.poll(_START_SECONDS):
-            raise OSError("a worker did not start")
+    def wait_ready(self, seconds: float = _START_SECONDS) -> bool:
+        """Until the process has imported what it needs, or this time is over. Raises EOFError or
+        OSError, as all below, when it has ended."""
+        if not self._pipe.poll(seconds):
+            return False
         self._pipe.recv()
+        return True
 
     def send(self, spec: GrammarSpec) -> None:
+        """It then says again when it is ready: the first of a kind may need one more library."""
+        self.kinds.add(spec.kind)
         self._pipe.send((spec.kind, spec.text))
-        self.wait_ready()
 
     def answered(self, seconds: float) -> bool:
         return self._pipe.poll(seconds)
@@ -87,12 +90,13 @@ class Workers:
         with self._changed:
             self._start_some()
 
-    def take(self) -> Worker:
-        """One that is ready; the next spare is started beside. Raises GrammarError."""
+    def take(self, kind: str) -> Worker:
+        """One that is ready, if possible for this kind of spec; the next spare is started beside.
+        Raises GrammarError."""
         with self._changed:
             self._num_waiting += 1
             try:
-                worker = self._next()
+                worker = self._next(kind)
             finally:
                 self._num_waiting -= 1
             self._busy.add(worker)
@@ -122,11 +126,12 @@ class Workers:
         for thread in starting:
             thread.join()
 
-    def _next(self) -> Worker:
+    def _next(self, kind: str) -> Worker:
         most_failed = self._num_failed + _START_TRIES
         while not self._closed:
             while self._idle:
-                worker = self._idle.pop()
+                fit = [i for i, worker in enumerate(self._idle) if kind in worker.kinds]
+                worker = self._idle.pop(fit[-1] if fit else -1)
                 if worker.alive:
                     return worker
                 worker.end()
@@ -160,8 +165,7 @@ class Workers:
                 self._starting[threading.current_thread()] = worker
                 if self._closed:
                     worker.kill()
-            worker.wait_ready()
-            ready = True
+            ready = worker.wait_ready()
         except (EOFError, OSError):
             pass  # whoever waits for it tries again
         with self._changed:

@@ -13,7 +13,8 @@ import xgrammar
 
 from jserve.grammar.backend import GrammarError, Vocabulary
 from jserve.grammar.ebnf_check import check_ebnf
-from jserve.grammar.library_words import plain_words
+from jserve.grammar.library_words import TOO_DEEP, plain_words
+from jserve.grammar.places import too_deep
 from jserve.grammar.regex_syntax import whole_match
 from jserve.grammar.tag_check import check_tag_schema, parse_tag
 from jserve.types import GrammarSpec
@@ -51,6 +52,8 @@ class XGrammarBackend:
         except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
             if "bad_alloc" in str(error):
                 raise MemoryError from None
+            if spec.kind == "structural_tag" and TOO_DEEP.search(str(error)):
+                raise too_deep(spec.text) from None
             raise GrammarError(_reason(error)) from None
 
     def _check_begins(self, compiled: xgrammar.CompiledGrammar) -> None:

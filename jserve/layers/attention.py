@@ -48,7 +48,6 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, KVLayer]:  # x [T, C]
         tokens, head_dim = x.shape[0], self.head_dim
         fused = self.qkv(x).reshape(tokens, self.num_kv_heads, -1, head_dim)  # [T, K, G + 2, D]
-        # Inside shard_map an implementation sees one device's heads and nothing of the mesh.
         heads, whole = self.rules.spec((None, "kv_heads", None)), self.rules.spec(())
         pool = self.rules.spec((None, None, "kv_heads", None))
         layer = KVLayer(pool, None if kv_layer.v is None else pool, whole)  # type: ignore[arg-type]
@@ -63,7 +62,6 @@ class Attention(nnx.Module):
             inputs, specs = (q, rotate(k, angles), v), (heads, heads, heads)
         sinks = None if self.sinks is None else self.sinks[...]  # [H]
         specs = (*specs, layer, whole, self.rules.spec(("kv_heads",)))
-        out, kv_layer = jax.shard_map(
-            self.op, mesh=self.rules.mesh, in_specs=specs, out_specs=(heads, layer), check_vma=False
-        )(*inputs, kv_layer, context.meta, sinks)
+        run = self.rules.on_devices(self.op, specs, (heads, layer))
+        out, kv_layer = run(*inputs, kv_layer, context.meta, sinks)
         return self.output(out.reshape(tokens, -1)), kv_layer

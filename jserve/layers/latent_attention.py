@@ -70,17 +70,16 @@ class LatentAttention(nnx.Module):
     def _attend(
         self, q: jax.Array, k: jax.Array, kv_layer: KVLayer, context: CallContext
     ) -> tuple[jax.Array, KVLayer]:
-        """Inside shard_map an implementation sees one device's heads and nothing of the mesh."""
+        """An implementation sees one device's heads."""
         heads, whole = self.rules.spec((None, "heads", None)), self.rules.spec(())
         latent = dataclasses.replace(kv_layer, value_dim=self.config.kv_rank)
         layer = KVLayer(whole, None, whole, latent.value_dim)  # type: ignore[arg-type]
-        return jax.shard_map(
+        run = self.rules.on_devices(
             lambda q, k, kv_layer, meta: self.op(q, k, None, kv_layer, meta),
-            mesh=self.rules.mesh,
-            in_specs=(heads, whole, layer, whole),
-            out_specs=(heads, layer),
-            check_vma=False,
-        )(q, k, latent, context.meta)
+            (heads, whole, layer, whole),
+            (heads, layer),
+        )
+        return run(q, k, latent, context.meta)
 
 
 def _by_head(x: jax.Array, weight: nnx.Param) -> jax.Array:

@@ -18,8 +18,7 @@ class Linear(nnx.Module):
     def __init__(
         self, weight: nnx.Param, bias: nnx.Param | None, out_axis: str | None, rules: Rules
     ) -> None:
-        self.weight, self.bias = weight, bias
-        self.out_axis, self.rules = out_axis, rules
+        self.weight, self.bias, self.out_axis, self.rules = weight, bias, out_axis, rules
 
     def __call__(self, x: jax.Array) -> jax.Array:  # [T, I] → [T, O]
         y = contract(x, self.weight[...], axis=0, out_dtype=x.dtype)

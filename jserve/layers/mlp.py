@@ -2,7 +2,7 @@
 
 Legend: C hidden size, F intermediate size, S shards of the MLP axis. Gate and up are one matrix
 [C, 2F] of S column blocks, each [its gate columns, its up columns], so that every shard holds both
-halves of its own F / S.
+halves of its own F / S. A data-parallel rank sees those of its devices. `block`: 2F / S.
 """
 
 from __future__ import annotations
@@ -22,13 +22,11 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class GatedMLP(nnx.Module):
-    def __init__(self, gate_up: Linear, down: Linear, activation: str, shards: int) -> None:
-        self.gate_up, self.down = gate_up, down
-        self.activation, self.shards = activation, shards
+    def __init__(self, gate_up: Linear, down: Linear, activation: str, block: int) -> None:
+        self.gate_up, self.down, self.activation, self.block = gate_up, down, activation, block
 
     def __call__(self, x: jax.Array) -> jax.Array:  # [T, C] → [T, C]
-        num_tokens = x.shape[0]
-        blocks = self.gate_up(x).reshape(num_tokens, self.shards, -1)  # [T, S, 2F/S]
+        blocks = self.gate_up(x).reshape(len(x), -1, self.block)  # [T, S, 2F/S]
         half = blocks.shape[-1] // 2
         wide = ACTIVATIONS[self.activation](blocks[..., :half]) * blocks[..., half:]
-        return self.down(wide.reshape(num_tokens, -1))
+        return self.down(wide.reshape(len(x), -1))

@@ -8,16 +8,17 @@ shards of it. Columns of gate and up lie as in mlp.py, for each expert.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jserve.layers.linear import Linear, contract
-from jserve.layers.mlp import ACTIVATIONS, GatedMLP
+from jserve.layers.mlp import GatedMLP
 from jserve.types import MoEConfig
-from pallas_kernels.routing import sort_by_expert, top_k
+from pallas_kernels.gmm import gated
+from pallas_kernels.routing import sort_by_expert, take_rows, top_k
 from sharding.experts import apply_experts, weighted_sum
 from sharding.rules import Rules
 
@@ -25,20 +26,6 @@ from sharding.rules import Rules
 GATE_UP_AXES = ("expert", None, "expert_mlp")
 DOWN_AXES = ("expert", "expert_mlp", None)
 GATE_UP_BIAS_AXES = ("expert", "expert_mlp")
-
-
-def _swiglu_oai(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """gpt-oss: both are bounded, and up is shifted by one."""
-    gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
-    return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1.0)
-
-
-#: What MoEConfig.activation names: of gate and up.
-GATED: Mapping[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
-    "silu": lambda gate, up: ACTIVATIONS["silu"](gate) * up,
-    "gelu_tanh": lambda gate, up: ACTIVATIONS["gelu_tanh"](gate) * up,
-    "swiglu_oai": _swiglu_oai,
-}
 
 
 class Router(nnx.Module):
@@ -65,9 +52,7 @@ class Router(nnx.Module):
         whole = self.rules.spec(())
         choose = functools.partial(route, config=self.config, platform=self.rules.platform)
         # Each device chooses for itself: the compiler cannot split a kernel.
-        return jax.shard_map(
-            choose, mesh=self.rules.mesh, in_specs=whole, out_specs=whole, check_vma=False
-        )(logits, score_bias)
+        return self.rules.on_devices(choose, whole, whole)(logits, score_bias)
 
 
 class MoE(nnx.Module):
@@ -85,7 +70,7 @@ class MoE(nnx.Module):
         shared_gate: Linear | None,
         *,
         activation: str,
-        matmul: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+        matmul: Callable[..., jax.Array],
         rules: Rules,
     ) -> None:
         self.router, self.gate_up, self.down = router, gate_up, down
@@ -96,6 +81,8 @@ class MoE(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:  # [T, C] → [T, C]
         with jax.named_scope("router"):
             weights, ids = self.router(x)
+            ranks = self.rules.ranks
+            self.sow(nnx.Intermediate, "chosen", ids if ranks is None else ranks.own(ids))
         params, axes = [self.gate_up[...], self.down[...]], [GATE_UP_AXES, DOWN_AXES]
         if self.gate_up_bias is not None:
             params.append(self.gate_up_bias[...])
@@ -122,14 +109,15 @@ class MoE(nnx.Module):
         Compute."""
         platform = self.rules.platform
         tokens, places, sizes = sort_by_expert(ids, len(gate_up), platform=platform)
-        wide = self.matmul(x[tokens], gate_up, sizes)
-        if bias is not None:
+        rows = take_rows(x, tokens, platform=platform)
+        if bias is None:
+            rows = self.matmul(rows, gate_up, sizes, gate=self.activation)
+        else:
+            wide = self.matmul(rows, gate_up, sizes)
             ends, order = jnp.cumsum(sizes), jnp.arange(len(wide))
             experts = jnp.sum(order[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)
-            wide = wide + jnp.take(bias, experts, axis=0, mode="clip")
-        gate, up = jnp.split(wide, 2, axis=1)
-        rows = self.matmul(GATED[self.activation](gate, up), down, sizes)
-        return weighted_sum(rows, places, weights)
+            rows = gated(wide + jnp.take(bias, experts, axis=0, mode="clip"), self.activation)
+        return weighted_sum(self.matmul(rows, down, sizes), places, weights)
 
     def _shared(self, x: jax.Array, shared: GatedMLP) -> jax.Array:
         y = shared(x)

@@ -24,6 +24,8 @@ from jserve.types import Gauges
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
 _RANKS = {"tp_rank": "0", "pp_rank": "0"}
 _UNKNOWN = Family("scheduler", "")
+_OF_RANKS = ("scheduler", "cache")  # whose metrics each data-parallel rank has
+_OF_ALL = ("num_dp_ranks",)  # … but not these
 _T = TypeVar("_T")
 
 Values = Mapping[str, float]
@@ -70,28 +72,51 @@ class Exposition(Collector):
         given: dict[str, list[str]] = {name: [] for name in FAMILIES}
         for series in itertools.chain(values, counts):
             given.setdefault(split_series(series)[0], []).append(series)
+        ranks = {
+            str(rank): (_with_aliases(one.values), _with_aliases(one.histograms))
+            for rank, one in engine.ranks.items()
+        }
         for name, more in given.items():
             family = FAMILIES.get(name, _UNKNOWN)
             series = list(dict.fromkeys((*family.series(name), *more)))
-            yield self._metric(name, family, series, values, counts)
+            shown = {"": (values, counts)}
+            if ranks and family.source in _OF_RANKS and name not in _OF_ALL:
+                shown = ranks
+            yield self._metric(name, family, series, shown, bool(ranks))
 
     def _metric(
-        self, name: str, family: Family, series: list[str], values: Values, counts: Counts
+        self,
+        name: str,
+        family: Family,
+        series: list[str],
+        shown: Mapping[str, tuple[Values, Counts]],
+        several: bool,
     ) -> Metric:
+        """With a sample of each rank that is `shown` and has it; where there are `several` ranks
+        they are told apart by a label."""
+        everybodys = frozenset(family.series(name))
         labels, text = self._labels[family.source], family.about or name
+        if several and family.source in _OF_RANKS:
+            labels = labels | {"dp_rank": ""}
         label_names = (*labels, *family.label[0].split())
+        samples = [
+            (_label_values(labels | {"dp_rank": rank} if rank else labels, one), *numbers, one)
+            for rank, numbers in shown.items()
+            for one in series
+            if one in everybodys or any(one in some for some in numbers)
+        ]
         if family.bounds:
             metric = HistogramMetricFamily(self._prefix + name, text, labels=label_names)
             bounds = [*map(floatToGoString, family.bounds), "+Inf"]
-            for one in series:
+            for own, _, counts, one in samples:
                 *numbers, total = counts.get(one, [0.0] * (len(bounds) + 1))
                 buckets = list(zip(bounds, itertools.accumulate(numbers), strict=True))
-                metric.add_metric(_label_values(labels, one), buckets, total)
+                metric.add_metric(own, buckets, total)
             return metric
         kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
         metric = kind(self._prefix + name, text, labels=label_names)
-        for one in series:
-            metric.add_metric(_label_values(labels, one), values.get(one, 0.0))
+        for own, values, _, one in samples:
+            metric.add_metric(own, values.get(one, 0.0))
         return metric
 
 

@@ -172,6 +172,14 @@ FAMILIES: Mapping[str, Family] = {
     "bucket_padded_tokens_total": Family(
         "scheduler", "Tokens of steps, padded.", ("kind", ("decode", "mixed"))
     ),
+    "expert_tokens_total": Family(
+        "scheduler", "Tokens that a router gave each expert, over all layers.", ("expert", ())
+    ),
+    "expert_balancedness": Family(
+        "scheduler",
+        "Mean / most tokens of a layer's experts, over the last minute or two.",
+        ("layer", ()),
+    ),
     "grammar_rows_masked_total": Family("scheduler", "Draws that a grammar bound."),
     "grammar_failures_total": Family(
         "scheduler",

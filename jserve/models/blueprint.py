@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,6 +18,7 @@ from flax import nnx
 from jserve.errors import ConfigError
 from jserve.layers.attention import Attention
 from jserve.layers.embedding import Embedding
+from jserve.layers.gathered import AddedOnce, Gathered
 from jserve.layers.linear import Linear
 from jserve.layers.mlp import GatedMLP
 from jserve.layers.norm import RMSNorm
@@ -130,7 +132,9 @@ class Blueprint:
         return self.parameter(f"{path}.sinks", shape, ("kv_heads",), [piece])
 
     def mlp(self, path: str, name: str, width: int | None = None) -> GatedMLP:
-        """`width` None: the model's. It divides over the mesh: split.py has seen to that."""
+        """`width` None: the model's. It divides over the mesh: split.py has seen to that. To be
+        shared by ranks, alone or as a part.
+        """
         config, shards = self.config, self.rules.size("mlp")
         width, hidden, bias = width or config.intermediate_size, config.hidden_size, config.mlp_bias
         assert width % shards == 0, f"{width=} {shards=}"
@@ -140,7 +144,8 @@ class Blueprint:
         }
         gate_up = self._fused(f"{path}.gate_up", parts, (hidden, 2 * width), "mlp", bias, 0.0)
         down = self._linear(f"{path}.down", f"{name}.down_proj", (width, hidden), "mlp", bias=bias)
-        return GatedMLP(gate_up, down, config.activation, shards)
+        down.bias = self.added_once(down.bias)
+        return GatedMLP(gate_up, down, config.activation, 2 * width // shards)
 
     def _fused(
         self,
@@ -183,6 +188,16 @@ class Blueprint:
         added = self.vector(f"{path}.bias", f"{name}.bias", size[1], 0.0) if bias else None
         return Linear(weight, added, None, self.rules)
 
+    def shared_by_ranks(self, layer: nnx.Module) -> nnx.Module:
+        """A layer whose axes are split over data-parallel ranks too, where there are any."""
+        ranks = self.rules.ranks
+        return layer if ranks is None else Gathered(layer, ranks)
+
+    def added_once(self, bias: nnx.Param | None) -> Any:
+        """What such a layer adds behind its last contraction."""
+        ranks = self.rules.ranks
+        return bias if bias is None or ranks is None else AddedOnce(bias, ranks)
+
     def vector(self, path: str, name: str, size: int, value: float) -> nnx.Param:
         piece = Piece(name, (size,), place_as_is)
         return self.parameter(path, (size,), (None,), [piece], value)
@@ -212,8 +227,8 @@ BlockFactory = Callable[[Blueprint, str, str, int | None], nnx.Module]
 Feed = Callable[[Blueprint, str, str], nnx.Module]
 
 
-def dense_mlp(make: Blueprint, path: str, name: str) -> GatedMLP:
-    return make.mlp(path, f"{name}.mlp")
+def dense_mlp(make: Blueprint, path: str, name: str) -> nnx.Module:
+    return make.shared_by_ranks(make.mlp(path, f"{name}.mlp"))
 
 
 class Decoder(nnx.Module):

@@ -12,7 +12,7 @@ from flax import nnx
 from jserve.batch import CallContext
 from jserve.errors import ConfigError
 from jserve.layers.rope import Rotary
-from jserve.models.blueprint import Blueprint
+from jserve.models.blueprint import Blueprint, dense_mlp
 from jserve.models.hf_config import rope_config
 from jserve.types import ModelConfig
 from pallas_kernels.attention import KVLayer
@@ -51,7 +51,7 @@ class Gemma3Block(nnx.Module):
             f"{path}.attention_out_norm", f"{name}.post_attention_layernorm", size
         )
         self.mlp_norm = make.norm(f"{path}.mlp_norm", f"{name}.pre_feedforward_layernorm", size)
-        self.mlp = make.mlp(f"{path}.mlp", f"{name}.mlp")
+        self.mlp = dense_mlp(make, f"{path}.mlp", name)
         self.mlp_out_norm = make.norm(
             f"{path}.mlp_out_norm", f"{name}.post_feedforward_layernorm", size
         )

@@ -18,6 +18,7 @@ from flax import nnx
 
 from jserve.batch import CallContext
 from jserve.cache.pool import KVPool
+from jserve.layers.expert_tally import add_chosen
 from jserve.layers.rope import rotary
 from jserve.models.blueprint import Decoder
 from jserve.models.rope_scaling import frequencies_of
@@ -28,14 +29,14 @@ from pallas_kernels.attention import KVLayer
 
 class Model:
     """`specs` order is the order of the flat parameter list; `head_params` are the keys that
-    `logits` reads; `cache` is what the pool keeps of a token.
-    """
+    `logits` reads; `cache` is what the pool keeps of a token, `tallies` shapes of its tally."""
 
     def __init__(
         self, config: ModelConfig, decoder: Decoder, cache: KVShape, *, page_size: int
     ) -> None:
-        self.config, self.cache = config, cache
+        self.config, self.cache, moe = config, cache, config.moe
         self.vocab_size, self._page_size = config.vocab_size, page_size
+        self.tallies = () if moe is None else moe.tallies
         self.specs = _Part.split(decoder).specs
         self._num_layers = tuple(shape.num_layers for shape in (cache, *cache.groups))
         self._embed = _Part.split(decoder.embed)
@@ -62,24 +63,24 @@ class Model:
         token_ids: jax.Array,
     ) -> tuple[jax.Array, KVPool]:
         """Hidden states [T, C] after the final norm, and the pool with this step's K and V. Pure;
-        to be called inside jit. The pool is updated in place when the caller donates it.
-        """
+        to be called inside jit. The pool is updated in place when the caller donates it."""
         assert kv.k.shape[1] == self._page_size, f"{kv.k.shape=} {self._page_size=}"
-        pools = [kv, *kv.groups]
+        pools, chosen = [kv, *kv.groups], []
         contexts = [context, *(dataclasses.replace(context, meta=m) for m in context.group_metas)]
         with jax.named_scope("embed"):
             x = self._embed.merge(self._embed.leaves(params))(token_ids)
-        positions = context.meta.positions
-        angles = {window: rotary(positions, *rope) for window, rope in self._ropes.items()}
+        angles = {w: rotary(context.meta.positions, *rope) for w, rope in self._ropes.items()}
         for window, part, run, (group, layer) in self._layers:
             pool = pools[group]
             num_pages = pool.k.shape[0] // self._num_layers[group]
             kv_layer = KVLayer(pool.k, pool.v, jnp.asarray(np.int32(layer * num_pages)))
-            x, kv_layer = run(part.leaves(params), x, kv_layer, angles[window], contexts[group])
+            out, seen = run(part.leaves(params), x, kv_layer, angles[window], contexts[group])
+            (x, kv_layer), chosen = out, [*chosen, *jax.tree.leaves(seen)]
             pools[group] = KVPool(kv_layer.k, kv_layer.v)
         with jax.named_scope("norm"):
             x = self._norm.merge(self._norm.leaves(params))(x)
-        return x, pools[0]._replace(groups=tuple(pools[1:]))
+        tally = tuple(add_chosen(counts, chosen, context.meta) for counts in kv.tally)
+        return x, pools[0]._replace(groups=tuple(pools[1:]), tally=tally)
 
     def logits(self, params: Mapping[str, jax.Array], hidden: jax.Array) -> jax.Array:
         """float32 logits [N, V'] of hidden states [N, C]; V' as Embedding has it."""
@@ -92,8 +93,7 @@ class Model:
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Part:
     """A module split once; it merges the leaves of every module of equal construction. `specs` are
-    its parameters in the order of its leaves.
-    """
+    its parameters in the order of its leaves."""
 
     graphdef: Any
     treedef: Any
@@ -113,4 +113,4 @@ class _Part:
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
 
     def run_block(self, leaves: tuple[jax.Array, ...], *args: Any) -> Any:
-        return self.merge(leaves)(*args)
+        return nnx.capture(self.merge(leaves), nnx.Intermediate)(*args)

@@ -78,9 +78,9 @@ def sparse_mlp(
     *,
     names: MoENames = MoENames(),
     pieces: ExpertPieces = per_expert,
-) -> MoE:
-    """The sparse layer at `path` of the decoder layer that the checkpoint calls `name`. Raises
-    ConfigError when the experts do not divide over the mesh.
+) -> nnx.Module:
+    """The sparse layer at `path` of the decoder layer that the checkpoint calls `name`: an MoE.
+    Raises ConfigError when the experts do not divide over the mesh.
     """
     config, moe, name = make.config, make.config.moe, f"{name}.{names.block}"
     assert moe is not None, f"{config.architecture} has no experts"
@@ -92,12 +92,12 @@ def sparse_mlp(
         return make.parameter(f"{path}.{part}", whole, tuple(axes), found)
 
     hidden, width, biased = config.hidden_size, moe.width, moe.expert_bias
-    return MoE(
+    layer = MoE(
         _router(make, path, name, names),
         experts("gate_up", (hidden, 2 * width), GATE_UP_AXES),
         experts("down", (width, hidden), DOWN_AXES),
         experts("gate_up_bias", (2 * width,), GATE_UP_BIAS_AXES) if biased else None,
-        experts("down_bias", (hidden,), (None, None)) if biased else None,
+        make.added_once(experts("down_bias", (hidden,), (None, None))) if biased else None,
         make.mlp(f"{path}.shared", f"{name}.{names.shared}", moe.shared_width)
         if moe.shared_width
         else None,
@@ -106,6 +106,7 @@ def sparse_mlp(
         matmul=functools.partial(grouped_matmul, platform=make.rules.platform),
         rules=make.rules,
     )
+    return make.shared_by_ranks(layer)
 
 
 def _expert_shape(make: Blueprint, moe: MoEConfig) -> ExpertShape:

@@ -116,7 +116,8 @@ def build_model(
     window are a cache group. Raises ConfigError when it does not fit the mesh.
     """
     family, mesh = FAMILIES[config.architecture], rules.mesh.shape
-    check_split(config, mesh["tensor"], mesh["expert"])
+    ep = rules.size("expert")
+    check_split(config, rules.mesh.size // ep, ep, mesh["data"])
     make = Blueprint(config, rules, dtype, attention_backend, family.norm_offset)
     cache = make.cache
     windows = [window for window in config.windows if window is not None] if hybrid else []

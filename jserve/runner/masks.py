@@ -10,11 +10,18 @@ import numpy as np
 
 
 def allow_everything(
-    sizes: Iterable[int], vocab: int, sharding: jax.sharding.Sharding
+    sizes: Iterable[int],
+    vocab: int,
+    sharding: jax.sharding.Sharding,
+    ranks: tuple[int, ...] = (),
 ) -> dict[int, jax.Array]:
-    """For each number of rows a mask on device, for steps without a grammar."""
-    width = math.ceil(vocab / 32)
-    return {rows: jax.device_put(np.full((rows, width), -1, np.int32), sharding) for rows in sizes}
+    """For each number of rows a mask on device, for steps without a grammar; `ranks` as a leading
+    axis."""
+    shapes = {rows: (*ranks, rows, math.ceil(vocab / 32)) for rows in sizes}
+    return {
+        rows: jax.device_put(np.full(shape, -1, np.int32), sharding)
+        for rows, shape in shapes.items()
+    }
 
 
 def pad_mask(mask: np.ndarray, rows: int) -> np.ndarray:

@@ -67,8 +67,8 @@ class Programs:
                 ids, context, state = _unpack(layout, packed, state, shapes.page_size, max_q_len)
             hidden, kv = shapes.model.forward(named, kv, context, ids)
             fields = layout.split(packed)
-            rows = hidden[fields.sample_tokens]
-            return kv, state, Hidden(rows, hidden, fields.sample_slots, fields.sample_index)
+            rows, told = hidden[fields.sample_tokens], (fields.sample_slots, fields.sample_index)
+            return kv, state, Hidden(rows, hidden, *told, kv.tally)
 
         arguments = (tuple(shapes.params.values()), shapes.kv, shapes.state)
         out = (shardings(shapes.kv), shardings(shapes.state), shapes.replicated)

@@ -35,12 +35,17 @@ def recount(program: jax.stages.Compiled, state: SlotState, edits: Sequence[Slot
     return state
 
 
+def no_recount(vocab: int) -> np.ndarray:
+    """An upload that counts nothing."""
+    return np.full(1 + RECOUNT_IDS, vocab, np.int32)
+
+
 def pack_recounts(edits: Sequence[SlotEdit], vocab: int) -> Iterator[np.ndarray]:
     """For each 1,024 output ids of a resumed request: [slot, ids …] padded with V."""
     for edit in edits:
         for first in range(0, len(edit.output_ids), RECOUNT_IDS):
             ids = edit.output_ids[first : first + RECOUNT_IDS]
-            packed = np.full(1 + RECOUNT_IDS, vocab, np.int32)
+            packed = no_recount(vocab)
             packed[0] = edit.slot
             packed[1 : 1 + len(ids)] = ids
             yield packed

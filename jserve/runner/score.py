@@ -70,10 +70,22 @@ class ScoreInFlight:
 
     def read(self) -> ScoreOutcome:
         """Wait, and copy to the host what was asked for."""
-        found = logprobs.read(np.concatenate([np.asarray(out)[:held] for held, out in self.blocks]))
-        if not self.score.want_top:
-            return ScoreOutcome(found.chosen, None, None, None)
-        return ScoreOutcome(found.chosen, found.top_values, found.top_ids, found.id_values)
+        return read_score(self.score, [np.asarray(out)[:held] for held, out in self.blocks])
+
+
+def read_score(score: Score, blocks: Sequence[np.ndarray]) -> ScoreOutcome:
+    """Copies of what was asked for, of each launch's rows."""
+    found = logprobs.read(np.concatenate(blocks))
+    if not score.want_top:
+        return ScoreOutcome(found.chosen, None, None, None)
+    return ScoreOutcome(found.chosen, found.top_values, found.top_ids, found.id_values)
+
+
+def no_score(rows: int, trash_slot: int) -> np.ndarray:
+    """An upload that scores nothing."""
+    packed = np.zeros((3, rows), np.int32)
+    packed[2] = trash_slot
+    return packed
 
 
 def pack_score(score: Score, rows: int, trash_slot: int) -> Iterator[tuple[int, np.ndarray]]:
@@ -81,8 +93,7 @@ def pack_score(score: Score, rows: int, trash_slot: int) -> Iterator[tuple[int, 
     for first in range(0, len(score.tokens), rows):
         part = slice(first, first + rows)
         held = len(score.tokens[part])
-        packed = np.zeros((3, rows), np.int32)
-        packed[2] = trash_slot
+        packed = no_score(rows, trash_slot)
         packed[0, :held], packed[1, :held] = score.tokens[part], score.targets[part]
         packed[2, :held] = score.slots[part]
         yield held, packed

@@ -28,6 +28,8 @@ class Model(Protocol):
     @property
     def cache(self) -> KVShape: ...
     @property
+    def tallies(self) -> tuple[tuple[int, ...], ...]: ...
+    @property
     def head_params(self) -> tuple[str, ...]: ...
     @property
     def vocab_size(self) -> int: ...
@@ -72,7 +74,8 @@ class Shapes:
         }
         self.head_params = tuple(self.params[name] for name in model.head_params)
         self.groups, self.group_pages = model.cache.groups, group_pages
-        self.kv = pool_spec(model.cache, num_pages, page_size, kv_dtype, rules, group_pages)
+        pool = pool_spec(model.cache, num_pages, page_size, kv_dtype, rules, group_pages)
+        self.kv = pool._replace(tally=tuple(self.int32(*shape) for shape in model.tallies))
         self.pages = math.ceil(context_length / page_size) + 1
         self.vocab = model.vocab_size
         self.hidden, columns = self._of_model(model)
@@ -93,9 +96,11 @@ class Shapes:
         table, bounds = self.int32(1, self.pages), self.int32(2)
         meta = AttentionMeta(bounds, one, table, one, one, one, bounds, max_q_len=1)
         context = CallContext(meta, (meta,) * len(self.groups))
-        hidden, _ = jax.eval_shape(model.forward, self.params, self.kv, context, one)
+        ranks = self.rules.ranks
+        run = (lambda function: function) if ranks is None else ranks.alone
+        hidden, _ = jax.eval_shape(run(model.forward), self.params, self.kv, context, one)
         heads = {name: self.params[name] for name in model.head_params}
-        logits = jax.eval_shape(model.logits, heads, hidden)
+        logits = jax.eval_shape(run(model.logits), heads, hidden)
         assert logits.dtype == jnp.float32, f"{logits.dtype=}"
         return hidden, logits.shape[1]
 

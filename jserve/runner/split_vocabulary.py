@@ -86,9 +86,7 @@ class SplitVocabulary:
         return self._on_shards(distance, (self._split,), self._split)(logits)
 
     def _on_shards(self, function: Callable[..., Any], specs: Any, out: Any) -> Callable[..., Any]:
-        return jax.shard_map(
-            function, mesh=self._rules.mesh, in_specs=specs, out_specs=out, check_vma=False
-        )
+        return self._rules.on_devices(function, specs, out)
 
     def _sample(
         self,
@@ -114,8 +112,9 @@ class SplitVocabulary:
         return sampling.choose(params, best, best_id, drawn), distance
 
     def _padded(self, mask: jax.Array, logits: jax.Array) -> jax.Array:
-        """Words for the columns of no token too."""
-        return jnp.pad(mask, ((0, 0), (0, logits.shape[1] // 32 - mask.shape[1])))
+        """Words for the columns of no token too. Pinned whole, lest shards pad by exchanging."""
+        words = jnp.pad(mask, ((0, 0), (0, logits.shape[1] // 32 - mask.shape[1])))
+        return self._rules.constrain(words, (None, None))
 
     def _first(self, width: int) -> jax.Array:
         """The shard's first token."""

@@ -13,7 +13,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from jserve.runner.guard import CompileGuard
 from jserve.runner.manifest import Manifest, Options, Program
 from jserve.runner.memory import DeviceMemory, device_limit, local_bytes, temporary_bytes
 from jserve.runner.programs import Programs
+from jserve.runner.ranked import for_ranks
 from jserve.runner.recount import recount_program
 from jserve.runner.runner import Runner
 from jserve.runner.score import score_program
@@ -71,7 +72,12 @@ class RunnerSettings(Protocol):
     def swa_full_tokens_ratio(self) -> float | None: ...
 
 
-def start_runner(
+def start_runner(*arguments: Any, **options: Any) -> Runner:
+    """One of one rank, of compile_programs' arguments; its pool is allocated."""
+    return Runner(*compile_programs(*arguments, **options))
+
+
+def compile_programs(
     model: Model,
     params: Mapping[str, jax.Array],
     rules: Rules,
@@ -80,8 +86,9 @@ def start_runner(
     *,
     compilation_cache_dir: str | None = None,
     facts: Sequence[object] = (),
-) -> Runner:
-    """Size the pool, compile, allocate. On CPU the rest compiles on in the background.
+) -> tuple[Programs, Mapping[str, jax.Array], Manifest, CompileGuard, int]:
+    """Size the pool and compile: what a Runner is made of, or a StackedRunner where `rules` have
+    ranks. On CPU the rest compiles on in the background.
 
     Args:
         params: by WeightSpec.path, placed as the specs say.
@@ -93,7 +100,7 @@ def start_runner(
         jax.config.update("jax_compilation_cache_dir", compilation_cache_dir)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    sizing = Sizing(model, rules, settings)
+    sizing, on_each_rank = Sizing(model, rules, settings), for_ranks(rules)
     memory = sizing.memory(local_bytes(params.values()))
     num_pages, folder = sizing.pages(memory), None
     devices = list(rules.mesh.devices.flat)
@@ -107,8 +114,8 @@ def start_runner(
         if rules.platform != "cpu":  # all are waited for: those that take longest come first
             rest.sort(key=lambda program: (program.key.name != "forward", not program.key.variant))
         manifest = Manifest(
-            list(required(programs)),
-            rest,
+            [on_each_rank(program) for program in required(programs)],
+            [on_each_rank(program) for program in rest],
             guard,
             functools.partial(compiler_options, rules),
             ProgramStore(folder, (*facts, settings, num_pages), devices),
@@ -121,7 +128,7 @@ def start_runner(
             break
         num_pages = fitting  # temporaries are larger than what the fraction leaves: rare
     logger.info("memory of one device:\n%s", memory.table(num_pages, settings.page_size))
-    return Runner(programs, params, manifest, guard, num_pages)
+    return programs, params, manifest, guard, num_pages
 
 
 def compiler_options(rules: Rules, key: Key) -> Options | None:
@@ -184,7 +191,10 @@ class Sizing:
             kv_dtype=settings.kv_dtype,
             group_pages=tuple(share.pages(num_pages) for share in self.shares()),
         )
-        return Programs(shapes, Buckets.of(settings.num_slots, settings.chunked_prefill_size))
+        chunk = settings.chunked_prefill_size
+        if self.rules.ranks is not None:  # one rank's chunk takes every rank's decode rows along
+            chunk = max(chunk, settings.num_slots)
+        return Programs(shapes, Buckets.of(settings.num_slots, chunk))
 
     def shares(self) -> tuple[WindowShare, ...]:
         """Of the model's cache groups."""

@@ -33,6 +33,7 @@ from jserve.server.models import ModelRoutes
 from jserve.server.native import NativeRoutes
 from jserve.server.pause import PauseRoutes
 from jserve.server.query import with_query
+from jserve.server.ranked import with_rank
 from jserve.server.replies import error_response
 from jserve.server.thinking import thinking
 
@@ -44,6 +45,8 @@ _DRAIN = 1.0  # seconds for open requests to get their error when the engine is 
 _READY = "The server is fired up and ready to roll!"
 #: What a route takes in its query string; the others take nothing.
 _QUERIES = {"/flush_cache": ("timeout",), "/v1/loads": ("dp_rank", "include", "format")}
+#: A request may name the data-parallel rank that serves it.
+_RANKED = ("/v1/chat/completions", "/v1/completions", "/generate")
 #: Load balancers may ask them with what they like.
 _PROBES = ("/", "/health /ready", "/health_generate")
 _GRACE = 5  # seconds for open requests to finish after SIGTERM; then they end with an error
@@ -166,6 +169,8 @@ def _build_app(serving: Serving) -> FastAPI:
         app.add_middleware(HttpMetrics, serving=serving, routes=app.routes)
         routes.append(("/metrics", native.metrics, "GET"))
     for paths, handler, methods in routes:
+        if paths in _RANKED and serving.config.execution.dp_size > 1:
+            handler = with_rank(handler)
         if "GET" in methods and paths not in _PROBES:  # who takes a body checks it there
             handler = with_query(handler, _QUERIES.get(paths, ()))
         for path in paths.split():

@@ -56,7 +56,8 @@ class Serving:
 
 def origin(request: Request) -> dict[str, Any]:
     """Fields of the GenerateRequests that this exchange, which begins, will ask for."""
-    return {"created": time.time(), "traceparent": request.headers.get("traceparent")}
+    trace, rank = request.headers.get("traceparent"), request.scope.get("routed_dp_rank")
+    return {"created": time.time(), "traceparent": trace, "routed_dp_rank": rank}
 
 
 async def read_body(request: Request) -> bytes:
@@ -110,8 +111,7 @@ class _EventStream(StreamingResponse):
     """`first` and the rest of `events`; closed when the response ends or the client leaves."""
 
     def __init__(self, first: bytes, events: _Lines, path: str, timing: Timing) -> None:
-        self._events = events
-        self._lines = _framed(first, events, path, timing)
+        self._events, self._lines = events, _framed(first, events, path, timing)
         super().__init__(self._lines, headers=_STREAM_HEADERS, media_type="text/event-stream")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

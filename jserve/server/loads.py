@@ -6,13 +6,14 @@ From its latest gauges: asking costs the engine nothing, and the answer is at mo
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from jserve import __version__
+from jserve.config import num_replicas
 from jserve.errors import RequestError
 from jserve.metrics import CONTENT_TYPE
 from jserve.server.exchange import Serving
@@ -31,38 +32,50 @@ class LoadRoutes:
         self._serving = serving
 
     async def loads(self, request: Request) -> Response:
-        """The load of each data-parallel rank, of which there is one."""
-        query = request.query_params
-        _check("dp_rank", query.get("dp_rank", "0"), ("0",))
+        """The load of each data-parallel rank that lives, or of the one that is asked for."""
+        query, engine = request.query_params, self._serving.engine
+        ranks, asked = engine.ranks, query.get("dp_rank")
+        if asked is not None:
+            _check("dp_rank", asked, tuple(str(rank) for rank, _, _ in ranks))
+            ranks = [one for one in ranks if str(one[0]) == asked]
         _check("format", form := query.get("format", "json"), _FORMATS)
         wanted = [section.strip() for section in query.get("include", "all").split(",")]
         for section in wanted:
             _check("include", section, _SECTIONS)
-        gauges, info = self._serving.engine.gauges, self._serving.engine.server_info
-        load = core(gauges, info)
-        sections = {"memory": _memory(gauges, info), "queues": _queues(gauges)}
-        load |= {name: keys for name, keys in sections.items() if {name, "all"} & set(wanted)}
+        loads = [_load(*rank, wanted) for rank in ranks]
         if form == "prometheus":
             prefix = self._serving.config.server.metrics_prefix
-            return Response(_exposition(prefix, load), media_type=CONTENT_TYPE)
+            return Response(_exposition(prefix, loads), media_type=CONTENT_TYPE)
         execution = self._serving.config.execution
         envelope = {
             "timestamp": datetime.datetime.now(datetime.UTC).isoformat(),
             "version": __version__,
-            "accelerator": info.get("device", "unknown"),
-            "num_accelerators": execution.tp_size * execution.ep_size,
-            "loads": [load],
+            "accelerator": engine.server_info.get("device", "unknown"),
+            "num_accelerators": execution.tp_size * execution.ep_size * num_replicas(execution),
+            "loads": loads,
         }
         return json_response(envelope)
 
     async def get_load(self, request: Request) -> Response:
-        load = core(self._serving.engine.gauges, self._serving.engine.server_info)
-        running, waiting = load["num_running_reqs"], load["num_waiting_reqs"]
-        keys = {"num_reqs": running + waiting, "num_waiting_reqs": waiting}
-        return json_response([{"dp_rank": 0, **keys, "num_tokens": load["num_used_tokens"]}])
+        return json_response([_old_load(core(*rank)) for rank in self._serving.engine.ranks])
 
 
-def core(gauges: Mapping[str, float], info: Mapping[str, Any]) -> dict[str, Any]:
+def _load(
+    rank: int, gauges: Mapping[str, float], info: Mapping[str, Any], wanted: Sequence[str]
+) -> dict[str, Any]:
+    """The core keys, and the sections that are wanted."""
+    sections = {"memory": _memory(gauges, info), "queues": _queues(gauges)}
+    asked = {name: keys for name, keys in sections.items() if {name, "all"} & set(wanted)}
+    return core(rank, gauges, info) | asked
+
+
+def _old_load(load: Mapping[str, Any]) -> dict[str, Any]:
+    running, waiting = load["num_running_reqs"], load["num_waiting_reqs"]
+    keys = {"num_reqs": running + waiting, "num_waiting_reqs": waiting}
+    return {"dp_rank": load["dp_rank"], **keys, "num_tokens": load["num_used_tokens"]}
+
+
+def core(rank: int, gauges: Mapping[str, float], info: Mapping[str, Any]) -> dict[str, Any]:
     """The keys that every load has.
 
     What a waiting prompt will find in the cache is known only when it is admitted, so its uncached
@@ -76,7 +89,7 @@ def core(gauges: Mapping[str, float], info: Mapping[str, Any]) -> dict[str, Any]
     hit_rate, waiting = gauges.get("cache_hit_rate", 0.0), count("num_waiting_tokens")
     total = count("num_used_tokens") + waiting
     return {
-        "dp_rank": 0,
+        "dp_rank": rank,
         "num_running_reqs": count("num_running_reqs"),
         "num_waiting_reqs": count("num_queue_reqs"),
         "num_waiting_uncached_tokens": round(waiting * (1 - hit_rate))
@@ -112,14 +125,16 @@ def _check(name: str, value: str, known: tuple[str, ...]) -> None:
         raise RequestError(f"{name} must be one of {', '.join(known)}, got {value!r}.", name)
 
 
-def _exposition(prefix: str, load: Mapping[str, Any]) -> str:
-    """Gauges named prefix_key or prefix_section_key."""
-    lines, rank = [], load["dp_rank"]
-    flat = {key: value for key, value in load.items() if not isinstance(value, dict)}
-    for section in ("memory", "queues"):
-        flat |= {f"{section}_{key}": value for key, value in load.get(section, {}).items()}
-    del flat["dp_rank"]
-    for key, value in flat.items():
-        name = f"{prefix}_{key}"
-        lines += [f"# TYPE {name} gauge", f'{name}{{dp_rank="{rank}"}} {value}']
-    return "\n".join(lines) + "\n"
+def _exposition(prefix: str, loads: Sequence[Mapping[str, Any]]) -> str:
+    """Gauges named prefix_key or prefix_section_key, of each rank."""
+    lines: dict[str, list[str]] = {}
+    for load in loads:
+        flat = {key: value for key, value in load.items() if not isinstance(value, dict)}
+        for section in ("memory", "queues"):
+            flat |= {f"{section}_{key}": value for key, value in load.get(section, {}).items()}
+        rank = flat.pop("dp_rank")
+        for key, value in flat.items():
+            name = f"{prefix}_{key}"
+            samples = lines.setdefault(name, [f"# TYPE {name} gauge"])
+            samples.append(f'{name}{{dp_rank="{rank}"}} {value}')
+    return "\n".join(line for samples in lines.values() for line in samples) + "\n"

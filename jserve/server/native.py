@@ -186,8 +186,9 @@ class NativeRoutes:
         reply = await engine.control("server_info")
         flags = self._serving.config.flat()
         del flags["api_key"]
-        state = {**engine.gauges, **reply.payload}
-        info = {**flags, **engine.server_info, "version": __version__, "internal_states": [state]}
+        own = reply.payload.get("internal_states")  # of each data-parallel rank
+        states = own or [{**engine.gauges, **reply.payload}]
+        info = {**flags, **engine.server_info, "version": __version__, "internal_states": states}
         return json_response(info)
 
     async def flush_cache(self, request: Request) -> Response:

@@ -19,8 +19,10 @@ _EVERYWHERE = (
     _refused("bootstrap_host bootstrap_port bootstrap_room disagg_prefill_dp_rank session_id")
     | _refused("session_params lora_path watermark custom_labels custom_logit_processor")
     | _refused("return_hidden_states return_routed_experts")
-    | _refused("routed_dp_rank data_parallel_rank", 0)
+    | _refused("routed_dp_rank data_parallel_rank", 0)  # of several, ranked.py takes them
 )
+_ONE_RANK = "must be 0: this server has one data-parallel rank, which --dp-size is for"
+_WHY = {"routed_dp_rank": _ONE_RANK, "data_parallel_rank": _ONE_RANK}
 _OPENAI = (
     _EVERYWHERE
     | _refused("custom_params")
@@ -53,4 +55,4 @@ def check_idle(name: str, value: Any, idle: Any, at: str) -> None:
     same = type(value) is type(idle) and value == idle
     if not (value is None or value is False or value in ("", [], {}) or same):
         path = f"{at}.{name}" if at else name
-        raise RequestError(f"{path} is not supported yet.", path)
+        raise RequestError(f"{path} {_WHY.get(name, 'is not supported yet')}.", path)

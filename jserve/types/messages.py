@@ -35,6 +35,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
     turn: int = 0  # tells uses of one rid apart; its Deltas carry it
     grammar: CompiledSpec | None = None  # what its tokens must follow
     thinking: Thinking | None = None  # … behind this
+    routed_dp_rank: int | None = None  # None: engine/placement.py chooses
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
@@ -94,6 +95,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_steps: int = 0  # that it took part in so far
     prefill_finished: float = 0.0  # time.time() when the first token was committed
     ended: float = 0.0  # … when its finish was decided; 0: it was refused
+    dp_rank: int | None = None  # that serves it, where there are several
 
 
 class Deltas(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -124,12 +126,14 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
 
 class Gauges(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
     """Engine → API process, at most a few times a second: the engine's gauges and counters for
-    /metrics and health."""
+    /metrics and health. `ranks`: those of each data-parallel rank that lives, where there are
+    several; the others are then those of all together."""
 
     values: dict[str, float]
     histograms: dict[str, list[float]] = {}  # since the start; as metrics/histogram.py says
     step: int = 0
     time: float = 0.0
+    ranks: dict[int, Gauges] = {}
 
 
 ToEngine = Submit | Abort | Control
@@ -160,6 +164,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     log_metrics: bool = True  # False: no metric of requests counts it
     no_logs: bool = False  # the log of requests leaves it out
     require_reasoning: bool = False  # its syntax is that of what follows the thinking
+    routed_dp_rank: int | None = None  # the data-parallel rank that must serve it
 
 
 class Times(msgspec.Struct, kw_only=True):
@@ -175,6 +180,7 @@ class Times(msgspec.Struct, kw_only=True):
     latest: float = 0.0  # of what arrived
     num_steps: int = 0  # that it took part in
     shown: bool = False  # whether answers tell more than the end-to-end latency
+    dp_rank: int | None = None  # that served it, where there are several
 
 
 class Output(msgspec.Struct, kw_only=True):

@@ -34,3 +34,13 @@ class MoEConfig:
     shared_gate: bool = False  # Qwen2-MoE: times a sigmoid of the token
     activation: str = "silu"  # silu | swiglu_oai (layers/moe.py)
     sparse_layers: tuple[bool, ...] = ()  # whether layer i is one of experts; others are dense
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The numbers of the sparse ones."""
+        return tuple(i for i, sparse in enumerate(self.sparse_layers) if sparse)
+
+    @property
+    def tallies(self) -> tuple[tuple[int, int], ...]:
+        """Shapes of KVPool.tally."""
+        return ((len(self.layers), self.num_experts),) if self.layers else ()

@@ -1,9 +1,10 @@
 """Checkpoint → parameters on their devices, streaming.
 
-Tensors are read in the order in which they lie in the files. A parameter exists on the host from
-its first piece to its last; then it goes to its devices and the host copy is dropped. Peak host
-memory beyond the parameters that already live there (on CPU the devices are the host) is one tensor
-and the parameters whose pieces are still missing.
+Tensors are read in the order in which they lie in the files, each once, and only those that a
+device of this host has a part of. A parameter exists on the host from its first piece to its last,
+as assembly.py has it; then it goes to its devices and the host copy is dropped. Peak host memory
+beyond the parameters that already live there (on CPU the devices are the host) is one tensor and
+the parameters whose pieces are still missing.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import jax
 import numpy as np
 
 from jserve.errors import WeightError
+from jserve.weights.assembly import Assembly, assembly_of
 from jserve.weights.checkpoint import Checkpoint, TensorSource
 from jserve.weights.dummy import random_params
 from jserve.weights.orbax import OrbaxSource
@@ -55,23 +57,24 @@ def stream_params(
     progress: Callable[[int, int], None],
 ) -> dict[str, jax.Array]:
     """The streaming half of load_params, over any source."""
-    uses = _uses(specs, source)
-    missing = [len(spec.pieces) for spec in specs]
-    hosts: dict[int, np.ndarray] = {}
+    hosts = {index: _assembly(spec, dtype, rules) for index, spec in enumerate(specs)}
+    missing = [sum(map(hosts[i].wants, spec.pieces)) for i, spec in enumerate(specs)]
+    uses = {
+        name: [(index, piece) for index, piece in users if hosts[index].wants(piece)]
+        for name, users in _uses(specs, source).items()
+    }
+    wanted = {name: users for name, users in uses.items() if users}
     params: dict[str, jax.Array] = {}
     pending: deque[jax.Array] = deque()
     for name in source.names():
-        if name not in uses:
+        if name not in wanted:
             continue
         tensor = source.read(name)
-        for index, piece in uses[name]:
-            spec = specs[index]
-            if index not in hosts:
-                hosts[index] = np.zeros(spec.shape, np.dtype(jax.numpy.dtype(spec.dtype or dtype)))
-            piece.place(piece.part(hosts[index]), tensor)
+        for index, piece in wanted[name]:
+            hosts[index].add(piece, tensor)
             missing[index] -= 1
             if missing[index] == 0:
-                params[spec.path] = _upload(hosts.pop(index), spec, rules, pending)
+                params[specs[index].path] = _upload(hosts.pop(index), specs[index], rules, pending)
                 progress(len(params), len(specs))
         del tensor
     jax.block_until_ready(list(pending))
@@ -105,12 +108,18 @@ def _uses(specs: Sequence[WeightSpec], source: TensorSource) -> dict[str, list[t
     return uses
 
 
-def _upload(
-    host: np.ndarray, spec: WeightSpec, rules: Rules, pending: deque[jax.Array]
-) -> jax.Array:
+def _assembly(spec: WeightSpec, dtype: str, rules: Rules) -> Assembly:
+    indices = rules.sharding(spec.axes).addressable_devices_indices_map(spec.shape).values()
+    kept = np.dtype(jax.numpy.dtype(spec.dtype or dtype))
+    return assembly_of(spec, kept, [index for index in indices if index is not None])
+
+
+def _upload(host: Assembly, spec: WeightSpec, rules: Rules, pending: deque[jax.Array]) -> jax.Array:
     """To its devices. `host` must not be written again: on CPU the array may share its memory."""
     sharding = rules.sharding(spec.axes)
-    array = jax.make_array_from_callback(spec.shape, sharding, lambda index: host[index])
+    array = jax.make_array_from_callback(
+        spec.shape, sharding, lambda index: host.shard(index or ())
+    )
     pending.append(array)
     if len(pending) > _MAX_TRANSFERS:
         jax.block_until_ready(pending.popleft())

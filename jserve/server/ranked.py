@@ -1,0 +1,73 @@
+"""Requests that name the data-parallel rank that must serve them: `routed_dp_rank` in the body, its
+old name `data_parallel_rank`, or the header x-data-parallel-rank, which wins.
+
+Around the routes of a server that has several ranks; others know none of this. Refuses to know
+which ranks there are (engine/placement.py) and what else a body holds.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message, Receive
+
+from jserve.engine.requests import one_rank
+from jserve.errors import RequestError
+from jserve.server.exchange import read_body
+from jserve.server.query import Handler
+
+HEADER = "x-data-parallel-rank"
+_NAME, _OLD_NAME = "routed_dp_rank", "data_parallel_rank"
+
+
+def with_rank(handler: Handler) -> Handler:
+    """`handler`, for which exchange.origin finds the rank in the request's scope."""
+
+    async def ranked(request: Request) -> Response:
+        rank, body = _taken_out(await read_body(request))
+        named = request.headers.get(HEADER)
+        scope = {**request.scope, _NAME: rank if named is None else _from_header(named)}
+        return await handler(Request(scope, _replay(body, request.receive)))
+
+    return ranked
+
+
+def _from_header(text: str) -> int:
+    if not text.strip().isdecimal():
+        raise RequestError(f"{HEADER} must be the number of a rank, got {text!r}.", HEADER)
+    return int(text)
+
+
+def _taken_out(body: bytes) -> tuple[int | None, bytes]:
+    """The rank that the body names, and the body without it. One that is no JSON object is left
+    for the route to refuse."""
+    if not any(name.encode() in body for name in (_NAME, _OLD_NAME)):
+        return None, body
+    try:
+        fields = json.loads(body)
+    except (RecursionError, ValueError):
+        return None, body
+    if not isinstance(fields, dict):
+        return None, body
+    given = {name: fields.pop(name, None) for name in (_NAME, _OLD_NAME)}
+    for name, value in given.items():
+        _check_type(name, value)
+    return one_rank(given[_NAME], given[_OLD_NAME]), json.dumps(fields).encode()
+
+
+def _check_type(name: str, value: Any) -> None:
+    if value is not None and type(value) is not int:
+        raise RequestError(f"{name} must be an integer, got {json.dumps(value)}.", name)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """`receive` once more from the beginning, with this body."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def received() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return received
