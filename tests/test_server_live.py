@@ -28,6 +28,7 @@ def running(api):
     server = uvicorn.Server(uvicorn.Config(api.app, port=0, log_level="error"))
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
+    listener.listen()  # a client that is faster than the thread waits and is not refused
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
