@@ -539,6 +539,48 @@ def test_an_async_stream_gives_deltas_and_their_meta_information(make):
     assert [entry[2] for entry in entries] == ["one", " two", " three", " four"]
 
 
+def test_a_reader_whose_event_loop_is_gone_does_not_end_the_program(make):
+    backend = make({"x": "hello"})
+    goes_on = threading.Event()
+
+    @sgl.function
+    def program(s):
+        s += "first"
+        s.sync()
+        goes_on.wait(10)
+        s += sgl.gen("x")
+
+    state = program.run(backend=backend, stream=True)
+    loop = asyncio.new_event_loop()
+    reader = state.text_async_iter()
+    assert loop.run_until_complete(anext(reader)) == "first"
+    loop.close()
+    goes_on.set()
+    assert state["x"] == "hello" and state.text() == "firsthello" and state.error() is None
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_program_whose_event_loop_is_gone_ends(make):
+    backend = make(kind=Held)
+
+    @sgl.function
+    def program(s):
+        s += sgl.gen("slow")
+
+    before = set(threading.enumerate())
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(program.run_async(backend=backend))
+    while not backend.started:
+        loop.run_until_complete(asyncio.sleep(0.002))
+    loop.close()
+    backend.gate.set()
+    for thread in set(threading.enumerate()) - before:
+        if thread.name == "jserve-program":
+            thread.join(10)
+            assert not thread.is_alive()
+    assert backend.ended == 1 and not task.done()
+
+
 def test_a_stream_that_fails_gives_what_came_and_then_raises(make):
     @sgl.function
     def program(s):

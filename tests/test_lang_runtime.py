@@ -9,6 +9,7 @@ import threading
 import pytest
 
 import jserve.lang as sgl
+from jserve.config.address import http_url
 from jserve.errors import ConfigError, JserveError
 from jserve.lang.runtime import _free_port
 
@@ -41,6 +42,28 @@ def test_the_first_port_that_nobody_has_is_taken():
             assert _free_port("127.0.0.1", port) > port
     with pytest.raises(ConfigError, match="none is free from 40000"):
         _free_port("127.0.0.1", 40_000)
+
+
+@pytest.mark.parametrize(
+    ("host", "family", "url"),
+    [
+        ("127.0.0.1", socket.AF_INET, "http://127.0.0.1:31700"),
+        ("::1", socket.AF_INET6, "http://[::1]:31700"),
+    ],
+)
+def test_ports_are_probed_in_the_addresss_own_family(host, family, url, monkeypatch):
+    asked = []
+
+    class Probe(socket.socket):  # this machine may have no IPv6
+        def __init__(self, family=socket.AF_INET):
+            asked.append(family)
+            super().__init__()
+
+        def bind(self, address):
+            super().bind(("127.0.0.1", 0))
+
+    monkeypatch.setattr(socket, "socket", Probe)
+    assert http_url(host, _free_port(host, 31_700)) == url and asked == [family]
 
 
 def test_a_server_that_cannot_start_is_told_in_its_own_words_and_leaves_nothing(

@@ -31,6 +31,7 @@ from jserve.bench.samples import Sample
 from jserve.bench.targets import EngineTarget, HttpTarget
 from jserve.bench.workload import Conversation, WorkloadOptions, make_workload
 from jserve.config import Config
+from jserve.config.address import http_url
 from jserve.engine.engine import Engine
 from jserve.errors import ConfigError, JserveError
 
@@ -192,7 +193,7 @@ async def _serve_load(
 ) -> tuple[list[Sample], dict[str, Any], dict[str, Any]]:
     """→ samples, what the server says of itself, figures."""
     headers = {"Authorization": f"Bearer {parsed.api_key}"} if parsed.api_key else {}
-    base_url = parsed.base_url or f"http://{parsed.host}:{parsed.port}"
+    base_url = parsed.base_url or http_url(parsed.host, parsed.port)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     how: dict[str, Any] = {"base_url": base_url, "headers": headers, "limits": limits}
     async with contextlib.AsyncExitStack() as stack:

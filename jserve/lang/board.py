@@ -7,6 +7,7 @@ ends with one of them. Knows nothing of expressions or backends.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping
@@ -227,7 +228,8 @@ class Board:
         loop, changed, reader = asyncio.get_running_loop(), asyncio.Event(), _Reader(name)
 
         def watcher() -> None:
-            loop.call_soon_threadsafe(changed.set)
+            with contextlib.suppress(RuntimeError):  # its loop was closed: nobody reads there
+                loop.call_soon_threadsafe(changed.set)
 
         with self._changed:
             self._watchers.add(watcher)

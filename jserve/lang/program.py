@@ -6,6 +6,7 @@ Owns arguments and the life of one run; batches are batch.py's, traces tracing.p
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -192,7 +193,7 @@ class SglFunction:
                 self._run(state, arguments)
             except Exception as error:  # told to who awaits
                 failed.append(error)
-            if not loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # the loop was closed under its program
                 loop.call_soon_threadsafe(done.set)
 
         threading.Thread(target=work, name="jserve-program", daemon=True).start()

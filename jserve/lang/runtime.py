@@ -23,6 +23,7 @@ import httpx
 import yaml
 
 from jserve.config import Config
+from jserve.config.address import http_url
 from jserve.errors import ConfigError, JserveError
 from jserve.lang.backends.endpoint import RuntimeEndpoint
 from jserve.lang.errors import BackendError
@@ -56,7 +57,7 @@ class Runtime:
         wanted = Config.from_flags(**{"log_level": log_level, **flags})
         port = _free_port(wanted.server.host, wanted.server.port)
         self.config = Config.from_flags(**{**wanted.flat(), "port": port})
-        self.url = f"http://{wanted.server.host}:{port}"
+        self.url = http_url(wanted.server.host, port)
         self._folder = tempfile.TemporaryDirectory(prefix="jserve-runtime-")
         self._log = Path(self._folder.name, "log")
         self._process = self._start()
@@ -192,8 +193,9 @@ class Runtime:
 
 def _free_port(host: str, first: int) -> int:
     """The first port from `first` on that nobody listens on. Raises ConfigError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for port in range(first, _LAST_PORT):
-        with socket.socket() as probe, contextlib.suppress(OSError):
+        with socket.socket(family) as probe, contextlib.suppress(OSError):
             probe.bind((host, port))
             return port
     raise ConfigError(f"--port: none is free from {first} to {_LAST_PORT - 1}")

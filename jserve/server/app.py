@@ -19,6 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from jserve.config import Config
+from jserve.config.address import http_url
 from jserve.engine.engine import Engine
 from jserve.errors import JserveError, NotFoundError, RequestError
 from jserve.server.chat import ChatRoutes
@@ -91,7 +92,8 @@ def serve(config: Config) -> None:
 async def _supervise(serving: Serving, server: uvicorn.Server, listener: socket.socket) -> None:
     """Run the HTTP server and, beside it, load the engine and watch it."""
     http = asyncio.create_task(server.serve(sockets=[listener]))
-    loading, url = asyncio.wrap_future(_load(serving.config)), _url(server.config.host, listener)
+    loading, port = asyncio.wrap_future(_load(serving.config)), listener.getsockname()[1]
+    url = http_url(server.config.host, port)
     try:
         while not (server.started or http.done() or loading.done()):
             await asyncio.sleep(_TICK)
@@ -113,10 +115,6 @@ async def _supervise(serving: Serving, server: uvicorn.Server, listener: socket.
         if loading.done() and loading.exception() is None:
             await asyncio.to_thread(loading.result().shutdown)
         await http
-
-
-def _url(host: str, listener: socket.socket) -> str:
-    return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 
 
 def _load(config: Config) -> concurrent.futures.Future[Engine]:
