@@ -1,4 +1,4 @@
-"""The command line: `jserve serve | generate | chat | lang | bench`.
+"""The command line: `jserve serve | generate | chat | convert | lang | bench`.
 
 Owns argument parsing, the terminal and exit codes (2: a configuration that cannot work, in one
 line; 1: a request or engine that failed; 130: interrupted). Flags come from config.py; what they do
@@ -117,6 +117,15 @@ def _chat(parsed: argparse.Namespace) -> None:
         chat_loop(engine, _terminal_lines(), _sampling(parsed, max_new_tokens=None))
 
 
+def _convert(parsed: argparse.Namespace) -> None:
+    from jserve.engine.convert import convert
+
+    names = ("model_path", "revision", "tokenizer_path", "chat_template")
+    config = Config.from_flags(**{name: getattr(parsed, name) for name in names})
+    written = convert(config.model, Path(parsed.folder).expanduser(), _show_progress)
+    print(f"{written} tensors; serve them with: jserve serve {parsed.folder}")
+
+
 def _explain(parsed: argparse.Namespace) -> None:
     from jserve.lang.command import explain
 
@@ -131,6 +140,13 @@ def _bench(parsed: argparse.Namespace) -> None:
         run(parsed)
     else:
         run(parsed, _config(parsed))
+
+
+def _show_progress(done: int, total: int) -> None:
+    """On a line of its own that a person sees grow."""
+    if sys.stderr.isatty():
+        end = "\n" if done == total else ""
+        print(f"\r{done} of {total} tensors", end=end, file=sys.stderr, flush=True)
 
 
 def _terminal_lines() -> Iterable[str]:
@@ -178,12 +194,26 @@ def _parser() -> argparse.ArgumentParser:
         _add_sampling(command)
         add_arguments(command, skip=("server",))
         command.set_defaults(log_level="error")
+    _add_convert(commands)
     about = "programs in the frontend language"
     lang = commands.add_parser("lang", help=about, description="See docs/language.md.")
     _add_explain(lang.add_subparsers(title="commands", metavar="COMMAND", required=True))
     bench = commands.add_parser("bench", help="measure speed", description="Measure speed.")
     _add_benchmarks(bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True))
     return parser
+
+
+def _add_convert(commands: Any) -> None:
+    about = "write a model as an Orbax checkpoint, with all that serving it needs"
+    convert = commands.add_parser("convert", help=about, description=about)
+    convert.add_argument("model_path", metavar="MODEL", help="what --model-path takes elsewhere")
+    convert.add_argument("folder", metavar="FOLDER", help="a new one, or empty")
+    convert.add_argument("--revision", metavar="TEXT", help="branch, tag or commit on the hub")
+    convert.add_argument(
+        "--tokenizer-path", metavar="TEXT", help="directory or hub id [the model's]"
+    )
+    convert.add_argument("--chat-template", metavar="TEXT", help="Jinja file or text [the model's]")
+    convert.set_defaults(command=_convert)
 
 
 def _add_explain(commands: Any) -> None:

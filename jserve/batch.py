@@ -21,6 +21,7 @@ from pallas_kernels.attention import AttentionMeta
 #: Columns of SlotParams.floats and SlotParams.ints.
 TEMPERATURE, TOP_P, MIN_P, FREQUENCY, PRESENCE, REPETITION = range(6)
 TOP_K, MIN_NEW_TOKENS = range(2)
+MOST_COUNTED = 2**16 - 1  # first tokens that a request has generated: penalties know those
 
 
 @jax.tree_util.register_dataclass
@@ -59,7 +60,7 @@ class SlotState:
 
     last_token: jax.Array  # int32[S]
     page_table: jax.Array  # int32[S, P]
-    counts: jax.Array  # int16[S, V] generated tokens; right only for slots with a penalty
+    counts: jax.Array  # uint16[S, V] generated tokens; right only for slots with a penalty
     params: SlotParams
     group_tables: tuple[jax.Array, ...] = ()  # int32[S, P] of each cache group
 

@@ -58,7 +58,7 @@ def sample(
 
     Args:
         logits: float32 [N, V].
-        counts: int16 [N, V], how often the request has generated each token.
+        counts: uint16 [N, V], how often the request has generated each token.
         index: int32[N], how many tokens it has generated.
         mask: int32 [N, ceil(V / 32)], bit i of word j allows token 32 · j + i.
         platform: cpu, gpu or tpu; how top-k and top-p are searched for depends on it.

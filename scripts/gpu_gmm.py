@@ -3,7 +3,7 @@
 
     scripts/gpu_gmm.py               correctness, then times; one JSON object a line
     scripts/gpu_gmm.py --sweep       also tries other tiles, the best of each shape named last
-    scripts/gpu_gmm.py --tiny        small shapes: a dry run, the interpreted kernel on CPU
+    scripts/gpu_gmm.py --tiny        a dry run: the interpreted kernel at small shapes, on CPU too
 
 The shapes are Qwen3-30B-A3B's: 128 experts of width 768, 8 of them for each token of width 2,048,
 routed at random. bfloat16 results must agree with float32 to 5e-3 of their norm, float32's to 1e-5,
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import sys
@@ -46,12 +47,13 @@ BANDWIDTH, ARITHMETIC = 4.3e12, 800e12  # bytes and operations a second
 ROUNDS, DISPATCHES = 5, 4  # best of ROUNDS, each that many programs back to back
 SAMPLE = 512  # rows compared
 LIMITS = {"bfloat16": 5e-3, "float32": 1e-5}  # of relative error
+NAMES = ("gate_up", "down")
 Call = Callable[..., jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """Sizes of one mixture-of-experts layer."""
+    """Sizes of one mixture-of-experts layer, and what is proven and timed of it."""
 
     experts: int = 128
     top_k: int = 8
@@ -59,6 +61,8 @@ class Model:
     expert_width: int = 768
     tokens: tuple[int, ...] = (1, 8, 32, 64, 256, 2048, 8192)
     rotation: int = 16  # calls of one program
+    names: tuple[str, ...] = NAMES  # of its matmuls
+    num_uneven: int | None = None  # routings of `uneven`; None: all
 
     def widths(self, name: str) -> tuple[int, int]:
         """Of a row before and after."""
@@ -67,8 +71,10 @@ class Model:
         return self.expert_width, self.hidden
 
 
-TINY = Model(experts=8, top_k=2, hidden=64, expert_width=32, tokens=(1, 40), rotation=2)
-NAMES = ("gate_up", "down")
+TINY = Model(
+    experts=8, top_k=2, hidden=64, expert_width=32,
+    tokens=(40,), rotation=2, names=("down",), num_uneven=1,
+)  # fmt: skip
 
 
 def tile(heights: tuple[int, ...], columns: int, depth: int, warps: int, stages: int) -> Tile:
@@ -124,22 +130,25 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, nargs="+", help="instead of the model's list")
     parser.add_argument("--implementations", nargs="+", default=["pallas_triton", "mosaic_gpu"])
     options = parser.parse_args()
+    if unknown := set(options.implementations) - set(IMPLEMENTATIONS):
+        parser.error(f"unknown {sorted(unknown)}; known: {', '.join(IMPLEMENTATIONS)}")
     model = TINY if options.tiny else Model()
     if options.tokens:
         model = dataclasses.replace(model, tokens=tuple(options.tokens))
     report(device=jax.devices()[0].device_kind, jax=jax.__version__)
-    weights = {name: make_weights(model, *model.widths(name)) for name in NAMES}
+    weights = {name: make_weights(model, *model.widths(name)) for name in model.names}
     wrong, summary = 0, {}
     for implementation in ["pallas_triton_interpret"] if options.tiny else options.implementations:
         call = IMPLEMENTATIONS[implementation]
         wrong += check(model, weights, call, implementation)
         summary[implementation] = {
-            name: measure_all(model, name, weights[name], call, implementation) for name in NAMES
+            name: measure_all(model, name, weights[name], call, implementation)
+            for name in model.names
         }
     swept = {}
     if options.sweep:
         call = functools.partial(pallas_triton.matmul, interpret=options.tiny)
-        swept = {"best": {name: sweep(model, name, weights[name], call) for name in NAMES}}
+        swept = {"best": {name: sweep(model, name, weights[name], call) for name in model.names}}
     report(wrong=wrong, us_and_ratio=summary, **swept)
     return 1 if wrong else 0
 
@@ -177,10 +186,10 @@ def check(model: Model, weights: dict[str, jax.Array], call: Call, implementatio
     """Number of wrong results over token counts, uneven routings and types."""
     cases = [
         (f"{name} {case}", weights[name], sizes, spare)
-        for name in NAMES
+        for name in model.names
         for case, sizes, spare in (
             *((f"{n} tokens", routings(model, n)[0], 0) for n in model.tokens),
-            *uneven(model),
+            *itertools.islice(uneven(model), model.num_uneven),
         )
     ]
     few, sizes = weights["down"][:4], np.array([3, 0, 70, 130], np.int32)

@@ -5,12 +5,13 @@
     scripts/gpu_kernels.py --tune    also tries block sizes and prints the best of each shape
     scripts/gpu_kernels.py --part 0/4    every fourth case from the first on, and no times: parts
                                      may run side by side
-    scripts/gpu_kernels.py --tiny    small shapes: a dry run, interpreted kernels on CPU
+    scripts/gpu_kernels.py --tiny    a dry run: few cases, small shapes, the interpreted kernel
 
-Exits 1 when a case is wrong. float32 must agree with brute force to 1e-5 of its norm (tf32 would
-give 3e-4), bfloat16 to 3e-3; over float8 pools too, with the same rounded keys and values. Times
-are of the attention alone and of the op with its KV write, chained through 8 layers' worth of calls
-in one program, so that launches overlap as they do in a model; KV bytes are counted once.
+Exits 1 when a case is wrong; what an implementation leaves to others is no case. float32 must agree
+with brute force to 1e-5 of its norm (tf32 would give 3e-4), bfloat16 to 3e-3; over float8 pools
+too, with the same rounded keys and values. Times are of the attention alone and of the op with its
+KV write, chained through 8 layers' worth of calls in one program, so that launches overlap as they
+do in a model; KV bytes are counted once.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import argparse
 import concurrent.futures
 import dataclasses
 import functools
-import itertools
 import json
 import sys
 import time
@@ -40,10 +40,9 @@ from pallas_kernels import attention  # noqa: E402
 from pallas_kernels.attention import AttentionMeta, KVLayer, attend, pallas_triton  # noqa: E402
 from pallas_kernels.attention.tuning import block_sizes  # noqa: E402
 
-CHAIN = 8  # layers of one program
-CALLS = 10  # programs dispatched back to back
 LIMITS = {"float32": 1e-5, "bfloat16": 3e-3}  # of relative error
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 16
+SINKS: dict[str, Any] = {"head_dim": 64, "group": 8, "window": 128, "sinks": 3.0}
 #: Rows longer than Hopper's tiles, with and without a cached prefix, among short ones.
 ROWS = ((1, 50), (1, 7), (64, 64), (65, 200), (130, 130), (5, 40), (300, 333), (128, 700))
 LONG = suite.Case(ROWS, 2, group=4, head_dim=128)
@@ -54,12 +53,7 @@ LONGER: dict[str, dict[str, Any]] = {
     "long rows, small window and cap": {"window": 9, "soft_cap": 3.0},
     "long rows, one query head": {"group": 1, "kv_heads": 3},
     "long rows, sinks": {"sinks": 2.0},
-    "long rows, head_dim 64, group 8, window and sinks": {
-        "head_dim": 64,
-        "group": 8,
-        "window": 128,
-        "sinks": 3.0,
-    },
+    "long rows, head_dim 64, group 8, window and sinks": SINKS,
     "long rows, sinks that outweigh every key": {"sinks": 300.0},
     "long rows, pages of 8": {"page_size": 8},
     "long rows, pages of 64, all rows real": {"page_size": 64, "spare_rows": 0, "spare_tokens": 0},
@@ -75,12 +69,7 @@ MANIER: dict[str, dict[str, Any]] = {
     "many rows, window": {"window": 100},
     "many rows, small window and cap": {"window": 9, "soft_cap": 3.0},
     "many rows, one query head": {"group": 1, "kv_heads": 3},
-    "many rows, head_dim 64, group 8, window and sinks": {
-        "head_dim": 64,
-        "group": 8,
-        "window": 128,
-        "sinks": 3.0,
-    },
+    "many rows, head_dim 64, group 8, window and sinks": SINKS,
     "many rows, pages of 8": {"page_size": 8},
     "many rows, pages of 64, all real": {"page_size": 64, "spare_rows": 0, "spare_tokens": 0},
 }
@@ -103,6 +92,8 @@ class Shape:
     context: int
     prefill: bool = False
     layers: int = 8
+    chain: int = 8  # calls of one program
+    calls: int = 10  # programs dispatched back to back
 
     @property
     def name(self) -> str:
@@ -126,7 +117,39 @@ SHAPES = (
     Shape(64, 8192, layers=2),
     Shape(8, 1024, prefill=True),
 )
-TINY = (Shape(2, 40), Shape(2, 24, prefill=True))
+
+
+def every_case() -> dict[str, suite.Case]:
+    """The op's test suite, and what only a card is quick enough for."""
+    cases = dict(suite.CASES)
+    cases["mixed, head_dim 80"] = suite.Case(suite.MIXED, 2, head_dim=80)
+    cases["mixed, head_dim 256"] = suite.Case(suite.MIXED, 2, head_dim=256)
+    cases["mixed, group 16"] = suite.Case(suite.MIXED, 2, group=16, kv_heads=1)
+    cases |= {name: dataclasses.replace(LONG, **change) for name, change in LONGER.items()}
+    cases |= {name: dataclasses.replace(MANY, **change) for name, change in MANIER.items()}
+    for kv_dtype in ("float8_e4m3fn", "float8_e5m2"):
+        for name, case in NARROW.items():
+            cases[f"{name}, {kv_dtype}"] = dataclasses.replace(case, kv_dtype=kv_dtype)
+    return cases
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Run:
+    """What is proven and timed."""
+
+    cases: dict[str, suite.Case] = dataclasses.field(default_factory=every_case)
+    shapes: tuple[Shape, ...] = SHAPES
+    far_pages: int = 140_000  # · 16 · 8 · 128 = 2.3e9 elements
+    interpret: bool = False  # the Pallas kernel on CPU instead of what was asked for
+
+
+_ONCE: dict[str, Any] = {"layers": 2, "chain": 1, "calls": 1}
+DRY = Run(
+    cases={"float8": suite.Case(((1, 9),), 1, decode_only=True, kv_dtype="float8_e5m2")},
+    shapes=(Shape(2, 40, **_ONCE), Shape(2, 24, prefill=True, **_ONCE)),
+    far_pages=40,
+    interpret=True,
+)
 
 
 def main() -> int:
@@ -140,24 +163,22 @@ def main() -> int:
     parser.add_argument("--part", default="")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
+    if unknown := set(options.implementations) - set(attention.IMPLEMENTATIONS):
+        parser.error(f"unknown {sorted(unknown)}; known: {', '.join(attention.IMPLEMENTATIONS)}")
+    run = DRY if options.tiny else Run()
+    implementations = ["pallas_triton_interpret"] if run.interpret else options.implementations
     first, _, step = options.part.partition("/")
     part = slice(int(first or 0), None, int(step or 1))
     report(device=jax.devices()[0].device_kind, jax=jax.__version__)
-    failures = 0
-    for implementation in options.implementations:
-        failures += check(implementation, part, tiny=options.tiny)
-    if part.start == 0 and not options.tiny:
-        failures += check_large_offsets(options.implementations)
-    if options.part:
-        report(failures=failures)
-        return int(failures > 0)
-    shapes = TINY if options.tiny else SHAPES
+    failures = sum(check(implementation, run.cases, part) for implementation in implementations)
+    if part.start == 0:
+        failures += check_large_offsets(implementations, run.far_pages)
+    shapes = () if options.part else run.shapes
     for shape in shapes:
-        for implementation in options.implementations:
+        for implementation in implementations:
             report(**measure(shape, implementation))
-    if options.tune:
-        for shape in shapes:
-            tune(shape, interpret=options.tiny)
+    for shape in shapes if options.tune else ():
+        tune(shape, run.interpret)
     report(failures=failures)
     return 1 if failures else 0
 
@@ -166,25 +187,13 @@ def report(**values: Any) -> None:
     print(json.dumps(values), flush=True)
 
 
-def check(implementation: str, part: slice, *, tiny: bool) -> int:
-    """Number of wrong ones among `part` of the op's test suite, in float32 and bfloat16."""
-    cases = dict(itertools.islice(suite.CASES.items(), 2 if tiny else None))
-    cases["mixed, head_dim 80"] = suite.Case(suite.MIXED, 2, head_dim=80)
-    cases["mixed, head_dim 256"] = suite.Case(suite.MIXED, 2, head_dim=256)
-    cases["mixed, group 16"] = suite.Case(suite.MIXED, 2, group=16, kv_heads=1)
-    if not tiny:
-        cases |= {name: dataclasses.replace(LONG, **change) for name, change in LONGER.items()}
-        cases |= {name: dataclasses.replace(MANY, **change) for name, change in MANIER.items()}
-    for kv_dtype in ("float8_e4m3fn", "float8_e5m2"):
-        for name, case in itertools.islice(NARROW.items(), 1 if tiny else None):
-            cases[f"{name}, {kv_dtype}"] = dataclasses.replace(case, kv_dtype=kv_dtype)
+def check(implementation: str, cases: dict[str, suite.Case], part: slice) -> int:
+    """Number of wrong ones among `part` of the cases, in float32 and bfloat16."""
     jobs = [(name, case, dtype) for name, case in cases.items() for dtype in LIMITS][part]
     # Compiling takes nearly all the time; Triton's own compiler is not known to be thread-safe.
-    workers = 1 if implementation == "jax_triton" or tiny else 8
+    workers = 1 if implementation == "jax_triton" else 8
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        errors = list(
-            pool.map(lambda job: case_error(job[0], job[1], job[2], implementation), jobs)
-        )
+        errors = list(pool.map(lambda job: case_error(*job, implementation=implementation), jobs))
     done = [(d, e) for (_, _, d), e in zip(jobs, errors, strict=True) if e is not None]
     worst = {
         dtype: max((error for of, error in done if of == dtype), default=None) for dtype in LIMITS
@@ -217,9 +226,7 @@ def case_error(name: str, case: suite.Case, dtype: str, implementation: str) -> 
 
 
 def _rounded(batch: suite.Batch, case: suite.Case) -> suite.Batch:
-    """The batch with values that queries' and pool's types hold exactly, so that only the kernel's
-    own error is left.
-    """
+    """The batch with values that both types hold exactly: only the kernel's own error is left."""
     q = np.asarray(jnp.asarray(batch.q, case.dtype).astype(jnp.float32))
     names = ("k", "v", "pool_k", "pool_v")
     held = {name: case.as_stored(getattr(batch, name)) for name in names}
@@ -230,10 +237,9 @@ def relative_error(out: np.ndarray, expected: np.ndarray) -> float:
     return float(np.linalg.norm(out - expected) / np.linalg.norm(expected))
 
 
-def check_large_offsets(implementations: list[str]) -> int:
-    """A pool of more than 2^31 elements, read at its far end."""
+def check_large_offsets(implementations: list[str], pages: int) -> int:
+    """A pool of so many pages, for more than 2^31 elements, read at its far end."""
     shape = Shape(4, 100)
-    pages = 140_000  # 140,000 · 16 · 8 · 128 = 2.3e9 elements
     q, pool, meta = inputs(shape, pages=pages)
     table = meta.page_table
     meta = dataclasses.replace(meta, page_table=pages - 1 - table)
@@ -243,12 +249,16 @@ def check_large_offsets(implementations: list[str]) -> int:
     )
     oracle = attention.IMPLEMENTATIONS["reference"]
     expected = np.asarray(run(q.astype(jnp.float32), layer, meta, oracle))
-    wrong = 0
+    case, wrong = f"pool of {pool.size / 1e9:.1f}e9 elements", 0
     for name in implementations:
-        out = run(q, layer, meta, attention.IMPLEMENTATIONS[name])
+        try:
+            out = run(q, layer, meta, attention.IMPLEMENTATIONS[name])
+        except NotImplementedError as reason:
+            report(case=case, implementation=name, left=str(reason))
+            continue
         error = relative_error(np.asarray(out.astype(jnp.float32)), expected)
         wrong += not error < LIMITS["bfloat16"]
-        report(case="pool of 2.3e9 elements", implementation=name, relative_error=error)
+        report(case=case, implementation=name, relative_error=error)
     return wrong
 
 
@@ -279,8 +289,11 @@ def inputs(shape: Shape, pages: int | None = None) -> tuple[jax.Array, jax.Array
 def measure(shape: Shape, implementation: str) -> dict[str, Any]:
     """Microseconds of one call, and what of the card's bandwidth or arithmetic that is."""
     q, pool, meta = inputs(shape)
-    seconds = time_kernel(attention.IMPLEMENTATIONS[implementation], shape, q, pool, meta)
     result: dict[str, Any] = {"shape": shape.name, "implementation": implementation}
+    try:
+        seconds = time_kernel(attention.IMPLEMENTATIONS[implementation], shape, q, pool, meta)
+    except NotImplementedError as reason:
+        return result | {"left": str(reason)}
     result["us"] = round(seconds * 1e6, 1)
     result["op_us"] = round(time_op(implementation, shape, q, pool, meta) * 1e6, 1)
     if shape.prefill:
@@ -295,7 +308,7 @@ def measure(shape: Shape, implementation: str) -> dict[str, Any]:
 def time_kernel(
     call: Callable[..., jax.Array], shape: Shape, q: jax.Array, pool: jax.Array, meta: AttentionMeta
 ) -> float:
-    """Seconds of one attention, CHAIN of them in a program."""
+    """Seconds of one attention, `shape.chain` of them in a program."""
     num_pages = pool.shape[0] // shape.layers
 
     @jax.jit
@@ -305,11 +318,11 @@ def time_kernel(
         return call(q, KVLayer(k, v, first), meta, scale=HEAD_DIM**-0.5)
 
     def chain(q: jax.Array, k: jax.Array, v: jax.Array, meta: AttentionMeta) -> jax.Array:
-        for i in range(CHAIN):
+        for i in range(shape.chain):
             q = layer(q, k, v, jnp.int32(i % shape.layers * num_pages), meta)
         return q
 
-    return best_time(jax.jit(chain), q, pool, pool[::-1], meta) / CHAIN
+    return best_time(jax.jit(chain), shape.calls, q, pool, pool[::-1], meta) / shape.chain
 
 
 def time_op(
@@ -319,7 +332,7 @@ def time_op(
     num_pages = pool.shape[0] // shape.layers
 
     def chain(q: jax.Array, k: jax.Array, v: jax.Array, meta: AttentionMeta) -> Any:
-        for i in range(CHAIN):
+        for i in range(shape.chain):
             new, first = q[:, :KV_HEADS], jnp.int32(i % shape.layers * num_pages)
             q, kv_layer = attend(
                 q, new, new, KVLayer(k, v, first), meta,
@@ -333,23 +346,23 @@ def time_op(
     k, v, best = jnp.array(pool), jnp.array(pool), float("inf")
     for _ in range(5):
         begin = time.perf_counter()
-        for _ in range(CALLS):
+        for _ in range(shape.calls):
             _, k, v = step(q, k, v, meta)
         jax.block_until_ready((k, v))
-        best = min(best, (time.perf_counter() - begin) / CALLS)
-    return best / CHAIN
+        best = min(best, (time.perf_counter() - begin) / shape.calls)
+    return best / shape.chain
 
 
-def best_time(run: Callable[..., jax.Array], *args: Any) -> float:
-    """Seconds of one call, CALLS of them back to back, best of 5."""
+def best_time(run: Callable[..., jax.Array], calls: int, *args: Any) -> float:
+    """Seconds of one call, `calls` of them back to back, best of 5."""
     jax.block_until_ready(run(*args))
     best = float("inf")
     for _ in range(5):
         begin = time.perf_counter()
-        for _ in range(CALLS):
+        for _ in range(calls):
             out = run(*args)
         jax.block_until_ready(out)
-        best = min(best, (time.perf_counter() - begin) / CALLS)
+        best = min(best, (time.perf_counter() - begin) / calls)
     return best
 
 

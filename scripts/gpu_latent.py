@@ -3,19 +3,20 @@
 
     scripts/gpu_latent.py            correctness, then times; one JSON object a line
     scripts/gpu_latent.py --sweep    also tries other block sizes, the best of each shape named last
-    scripts/gpu_latent.py --tiny     small shapes: a dry run, the interpreted kernel on CPU
+    scripts/gpu_latent.py --tiny     a dry run: the interpreted kernel at small shapes, on CPU too
 
 A latent is DeepSeek's, 512 numbers and 64 rotated ones; 16 query heads are V2-Lite's, 128 V3's.
 bfloat16 results must agree with float32's to 1e-2 of their norm, and a donated pool must stay where
 it is. Exits 1 when one does not.
 
-Times are of LAYERS calls in one program, each over another part of the pool and with random pages.
-The floor is the larger of latents read / 4.3 TB/s and arithmetic / 800 TFLOP/s.
+Times are of 8 calls in one program, each over another part of the pool and with random pages. The
+floor is the larger of latents read / 4.3 TB/s and arithmetic / 800 TFLOP/s.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import itertools
 import json
@@ -40,7 +41,7 @@ from pallas_kernels.attention import AttentionMeta, KVLayer, attend, pallas_trit
 from pallas_kernels.attention.tuning import block_sizes  # noqa: E402
 
 BANDWIDTH, ARITHMETIC = 4.3e12, 800e12  # bytes and operations a second
-LAYERS, ROUNDS, DISPATCHES = 8, 5, 4  # best of ROUNDS, each that many programs back to back
+ROUNDS, DISPATCHES = 5, 4  # best of ROUNDS, each that many programs back to back
 LIMIT = 1e-2  # of relative error
 PAGE = 16
 
@@ -91,6 +92,30 @@ BLOCKS = ((16, 32, 4, 3), (16, 64, 8, 3), (32, 32, 8, 3), (16, 64, 4, 3), (16, 3
 SPLITS, QUERIES = (1, 2, 4, 8, 16, 32, 64), (16, 32, 64)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Run:
+    """What is proven and timed, and how large a pool is meanwhile."""
+
+    proven: tuple[Shape, ...] = PROVEN
+    timed: tuple[Shape, ...] = TIMED
+    pool_layers: int = 100  # the pool is most of what is there while a shape is proven
+    layers: int = 8  # calls of a program that is timed
+    interpret: bool = False  # the kernel on CPU, where a donated pool is copied
+
+    @property
+    def implementation(self) -> str:
+        return "pallas_triton_interpret" if self.interpret else "pallas_triton"
+
+
+DRY = Run(
+    proven=(Shape(4, ((1, 20), (1, 3), (5, 9)), 32, 16),),
+    timed=(Shape(4, ((1, 20),) * 2, 32, 16), Shape(4, ((5, 9),), 32, 16)),
+    pool_layers=2,
+    layers=2,
+    interpret=True,
+)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -98,15 +123,13 @@ def main() -> int:
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
-    proven, timed = PROVEN, TIMED
-    if options.tiny:
-        proven = (Shape(4, ((1, 20), (1, 3), (5, 9)), 32, 16),)
-        timed = (Shape(4, ((1, 20),) * 2, 32, 16), Shape(4, ((5, 9),), 32, 16))
+    run = DRY if options.tiny else Run()
     report(device=jax.devices()[0].device_kind, jax=jax.__version__)
-    wrong = [name for shape in proven for name in prove(shape, options.tiny)]
-    call = functools.partial(pallas_triton_latent.attention, scale=0.1, interpret=options.tiny)
-    times = {shape.name: measure(shape, call) for shape in timed}
-    best = {shape.name: sweep(shape, call) for shape in timed} if options.sweep else {}
+    wrong = [name for shape in run.proven for name in prove(shape, run)]
+    call = functools.partial(pallas_triton_latent.attention, scale=0.1, interpret=run.interpret)
+    times = {shape.name: measure(shape, call, run.layers) for shape in run.timed}
+    swept = run.timed if options.sweep else ()
+    best = {shape.name: sweep(shape, call, run.layers) for shape in swept}
     report(wrong=wrong, us_and_ratio=times, **({"best": best} if best else {}))
     return 1 if wrong else 0
 
@@ -144,9 +167,9 @@ def inputs(shape: Shape, layers: int) -> tuple[jax.Array, jax.Array, jax.Array, 
     return q, k, pool, meta
 
 
-def prove(shape: Shape, tiny: bool) -> Iterator[str]:
+def prove(shape: Shape, run: Run) -> Iterator[str]:
     """What is wrong with the kernel at this shape."""
-    q, k, pool, meta = inputs(shape, 2 if tiny else 100)  # the pool is most of what is there
+    q, k, pool, meta = inputs(shape, run.pool_layers)
     first = jnp.int32(pool.shape[0] // 2)
 
     def step(implementation: str, q: Any, k: Any, pool: Any) -> tuple[jax.Array, jax.Array]:
@@ -154,12 +177,11 @@ def prove(shape: Shape, tiny: bool) -> Iterator[str]:
         out, layer = attend(q, k, None, layer, meta, scale=0.05, implementation=implementation)
         return out, layer.k
 
-    name = "pallas_triton_interpret" if tiny else "pallas_triton"
     wide = (x.astype(jnp.float32) for x in (q, k, pool))
     expected, _ = jax.jit(functools.partial(step, "reference"))(*wide)
-    program = jax.jit(functools.partial(step, name), donate_argnums=2)
+    program = jax.jit(functools.partial(step, run.implementation), donate_argnums=2)
     memory: Any = program.lower(q, k, pool).compile().memory_analysis()
-    copied = not tiny and memory.temp_size_in_bytes > pool.nbytes // 2
+    copied = not run.interpret and memory.temp_size_in_bytes > pool.nbytes // 2
     out, _ = program(q, k, pool)
     error = float(jnp.linalg.norm(out.astype(jnp.float32) - expected) / jnp.linalg.norm(expected))
     report(shape=shape.name, error=round(error, 5), temporaries=memory.temp_size_in_bytes)
@@ -169,14 +191,14 @@ def prove(shape: Shape, tiny: bool) -> Iterator[str]:
         yield f"{shape.name}: the pool is copied"
 
 
-def measure(shape: Shape, call: Any) -> tuple[float, float]:
+def measure(shape: Shape, call: Any, num_layers: int) -> tuple[float, float]:
     """Microseconds a call, and how many times the floor that is."""
-    q, _, pool, meta = inputs(shape, LAYERS)
-    pages = pool.shape[0] // LAYERS
+    q, _, pool, meta = inputs(shape, num_layers)
+    pages = pool.shape[0] // num_layers
 
     @jax.jit
     def layers(q: jax.Array, pool: jax.Array) -> jax.Array:
-        for layer in range(LAYERS):
+        for layer in range(num_layers):
             view = KVLayer(pool, None, jnp.int32(layer * pages), shape.value_dim)
             out = call(q, view, meta)
             q = q.at[0, 0, 0].add(out[0, 0, 0])  # the next one waits
@@ -187,13 +209,13 @@ def measure(shape: Shape, call: Any) -> tuple[float, float]:
     for _ in range(ROUNDS):
         begin = time.perf_counter()
         jax.block_until_ready([layers(q, pool) for _ in range(DISPATCHES)])
-        best = min(best, (time.perf_counter() - begin) / DISPATCHES / LAYERS)
+        best = min(best, (time.perf_counter() - begin) / DISPATCHES / num_layers)
     found = round(best * 1e6, 1), round(best / shape.floor(), 2)
     report(shape=shape.name, us=found[0], times_the_floor=found[1])
     return found
 
 
-def sweep(shape: Shape, call: Any) -> dict[str, Any]:
+def sweep(shape: Shape, call: Any, num_layers: int) -> dict[str, Any]:
     """The fastest block sizes."""
     results = []
     last, options = ("splits", SPLITS) if shape.decode else ("queries", QUERIES)
@@ -201,7 +223,8 @@ def sweep(shape: Shape, call: Any) -> dict[str, Any]:
         names = ("heads", "block", "warps", "stages", last)
         tuned: dict[str, int] = dict(zip(names, (*blocks, number), strict=True))
         try:
-            took, ratio = measure(shape, functools.partial(call, sizes=_only(tuned, shape.decode)))
+            tried = functools.partial(call, sizes=_only(tuned, shape.decode))
+            took, ratio = measure(shape, tried, num_layers)
         except (jax.errors.JaxRuntimeError, ValueError) as error:  # too large for a processor
             report(shape=shape.name, **tuned, failed=str(error)[:100])
             continue

@@ -2,7 +2,8 @@
 
 `scripts/gpu_check --perf` runs it; docs/performance/ keeps its JSON. Everything goes through the
 engine or the server at default flags, with the recompile guard on "error". A row that fails says
-so in its place, and the others are measured.
+so in its place, and the others are measured. With --tiny as well they are shares of the rows, of a
+tiny model, on CPU too: a dry run, whose figures mean nothing.
 
 Roofline of a step: for each phase (matmuls, attention, head) the greater of bytes / BANDWIDTH and
 FLOPs / COMPUTE, the copy bandwidth and a sustained matmul rate of an H200.
@@ -12,7 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
+import itertools
 import json
 import socket
 import statistics
@@ -35,14 +38,49 @@ from jserve.engine.engine import Engine
 from scripts.gpu_targets import compared
 
 ROOT = Path(__file__).resolve().parents[1]
-MODEL = ROOT / "configs" / "qwen3-8b.json"
 BANDWIDTH, COMPUTE, MATMUL_PEAK = 4.3e12, 800e12, 804e12  # bytes/s, FLOP/s
 ITEM = 2  # bytes of a bfloat16
 FLAGS: dict[str, Any] = {"load_format": "dummy", "dtype": "bfloat16", "recompile_guard": "error"}
 SHORT, LONG = 32, 160  # output tokens of the two runs whose difference is timed
-RATES = (8, 16, 24)
+RATES, SECONDS = (8, 16, 24), 20  # requests a second, and for how long they come
 GROUPS = ("start", "online", "http", "decode", "sampler", "long", "prefill", "offline", "shared")
 Row = dict[str, Any]
+
+
+def nvidia_smi(query: str, units: str = "csv,noheader,nounits") -> list[str]:
+    """What it tells of the first card, by the names in `query`."""
+    command = ["nvidia-smi", f"--query-gpu={query}", f"--format={units}"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return done.stdout.splitlines()[0].split(", ")
+
+
+def no_card(query: str, units: str = "") -> list[str]:
+    """In its place in a dry run."""
+    return ["1" for _ in query.split(",")]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sizes:
+    """What is measured, and what the rows' numbers of requests and of tokens are divided by."""
+
+    model: Path = ROOT / "configs" / "qwen3-8b.json"
+    flags: Row = dataclasses.field(default_factory=lambda: FLAGS)
+    by_requests: int = 1
+    by_tokens: int = 1
+    smi: Callable[..., list[str]] = nvidia_smi
+
+    def requests(self, count: int) -> int:
+        return max(1, count // self.by_requests)
+
+    def tokens(self, count: int) -> int:
+        return max(1, count // self.by_tokens)
+
+
+_FEW = {"context_length": 1024, "max_running_requests": 2, "chunked_prefill_size": 32}
+DRY = Sizes(
+    model=ROOT / "scripts" / "tiny.json", flags=FLAGS | _FEW,
+    by_requests=128, by_tokens=64, smi=no_card,
+)  # fmt: skip
 
 
 class Roofline:
@@ -80,14 +118,23 @@ def _phase(num_bytes: float, flops: float) -> float:
 class Bench:
     """Figures of one running engine."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine, sizes: Sizes) -> None:
+        self.engine, self.sizes = engine, sizes
         self.vocab = engine.model_config.vocab_size
-        self.roofline = Roofline(json.loads(MODEL.read_text()))
+        self.roofline = Roofline(json.loads(sizes.model.read_text()))
         self._rng = np.random.default_rng(0)
 
     def ids(self, length: int) -> list[int]:
         return self._rng.integers(1000, self.vocab, length).tolist()
+
+    def conversations(
+        self, count: int, prompt_len: int, output_len: int, shared_len: int = 0
+    ) -> list[Conversation]:
+        """Single turns, all behind the same `shared_len` tokens."""
+        shared = self.ids(self.sizes.tokens(shared_len)) if shared_len else []
+        each, answer = self.sizes.tokens(prompt_len), self.sizes.tokens(output_len)
+        count = self.sizes.requests(count)
+        return [(Turn(shared + self.ids(each), answer),) for _ in range(count)]
 
     def seconds(self, prompts: Sequence[list[int]], count: int, **sampling: Any) -> float:
         params = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True, **sampling}
@@ -99,6 +146,7 @@ class Bench:
 
     def decode(self, batch: int, context: int = 1024, **sampling: Any) -> dict[str, float]:
         """A decode step at a mean context of `context` + (SHORT + LONG) / 2."""
+        batch, context = self.sizes.requests(batch), self.sizes.tokens(context)
         prompts = [self.ids(context) for _ in range(batch)]
         self.seconds(prompts, SHORT, **sampling)  # fills the prefix cache
         runs = [
@@ -116,6 +164,8 @@ class Bench:
 
     def prefill(self, batch: int, new: int, cached: int = 0) -> dict[str, float]:
         """One token each of prompts whose first `cached` tokens were seen before."""
+        batch, new = self.sizes.requests(batch), self.sizes.tokens(new)
+        cached = self.sizes.tokens(cached) if cached else 0
         best = float("inf")
         for _ in range(3):
             self.engine.flush_cache()
@@ -170,10 +220,10 @@ class Table:
         print(f"{name} ({time.perf_counter() - begin:.0f} s): {self.rows[name]}", flush=True)
 
 
-def engine_rows(table: Table, cache: str) -> None:
+def engine_rows(table: Table, cache: str, sizes: Sizes) -> None:
     """What an engine of this process shows."""
-    with Engine(str(MODEL), compilation_cache_dir=cache, **FLAGS) as engine:
-        bench = Bench(engine)
+    with Engine(str(sizes.model), compilation_cache_dir=cache, **sizes.flags) as engine:
+        bench = Bench(engine, sizes)
         for batch in (1, 8, 32, 64, 128, 256):
             table.row(f"decode_{batch}", "decode", functools.partial(bench.decode, batch))
         sampled = {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "frequency_penalty": 0.1}
@@ -184,58 +234,63 @@ def engine_rows(table: Table, cache: str) -> None:
         table.row("prefill_1x8192", "prefill", lambda: bench.prefill(1, 8192))
         table.row("prefill_16x512", "prefill", lambda: bench.prefill(16, 512))
         table.row("prefill_4k_on_28k", "prefill", lambda: bench.prefill(1, 4096, 28_672))
-        plain = [(Turn(bench.ids(1024), 256),) for _ in range(512)]
+        plain = bench.conversations(512, 1024, 256)
         table.row("offline_512", "offline", lambda: bench.load(plain))
-        shared = bench.ids(2048)
-        behind = [(Turn(shared + bench.ids(128), 64),) for _ in range(512)]
+        behind = bench.conversations(512, 128, 64, shared_len=2048)
         table.row("shared_prefix_cold", "shared", lambda: bench.load(behind))
         table.row("shared_prefix_warm", "shared", lambda: bench.load(behind, flush=False))
-        streams = [(Turn(bench.ids(128), 512),) for _ in range(256)]
+        streams = bench.conversations(256, 128, 512)
         table.row("engine_256_streams", "http", lambda: bench.load(streams))
-        table.rows["engine"] = engine_facts(engine)
+        table.rows["engine"] = engine_facts(engine, sizes)
 
 
-def engine_facts(engine: Engine) -> Row:
+def engine_facts(engine: Engine, sizes: Sizes) -> Row:
     info = engine.get_server_info()
     kept = ("max_total_num_tokens", "recompiles_total", "weight_bytes", "compile_seconds")
     facts = {name: info[name] for name in kept}
-    used, total = (float(x) for x in _nvidia_smi("memory.used,memory.total").split(", "))
-    kv_bytes = info["max_total_num_tokens"] * Roofline(json.loads(MODEL.read_text())).kv_bytes
+    used, total = (float(x) for x in sizes.smi("memory.used,memory.total"))
+    roofline = Roofline(json.loads(sizes.model.read_text()))
+    kv_bytes = info["max_total_num_tokens"] * roofline.kv_bytes
     of_card = (info["weight_bytes"] + kv_bytes) / (total * (1 << 20))
     return facts | {"memory_held": round(used / total, 3), "weights_and_kv": round(of_card, 3)}
 
 
-def server_rows(table: Table, cache: str) -> None:
+def server_rows(table: Table, cache: str, sizes: Sizes) -> None:
     """Start of the server, cold and warm, and what a client in another process sees."""
     if table.wants("start"):
-        table.row("start_cold", "start", lambda: started(cache))
+        table.row("start_cold", "start", lambda: started(cache, sizes))
     if table.wants("start", "online", "http"):
-        with server(cache) as (url, times):
+        with server(cache, sizes) as (url, times):
             table.row("start_warm", "start", lambda: times)
-            sizes = ("--random-input-len", "1024", "--random-output-len", "256")
+            lengths = _lengths(sizes.tokens(1024), sizes.tokens(256))
             for rate in RATES:
-                count = ("--num-prompts", str(rate * 20), "--request-rate", str(rate))
-                ask = functools.partial(client, url, *sizes, *count)
+                count = ("--num-prompts", str(sizes.requests(rate * SECONDS)))
+                ask = functools.partial(client, url, *lengths, *count, "--request-rate", str(rate))
                 table.row(f"online_{rate}", "online", ask)
-            sizes = ("--random-input-len", "128", "--random-output-len", "512")
-            ask = functools.partial(client, url, *sizes, "--num-prompts", "256")
-            table.row("http_256_streams", "http", ask)
+            lengths = _lengths(sizes.tokens(128), sizes.tokens(512))
+            count = ("--num-prompts", str(sizes.requests(256)))
+            table.row("http_256_streams", "http", lambda: client(url, *lengths, *count))
 
 
-def started(cache: str) -> Row:
-    with server(cache) as (_, times):
+def _lengths(prompt_len: int, output_len: int) -> tuple[str, ...]:
+    return ("--random-input-len", str(prompt_len), "--random-output-len", str(output_len))
+
+
+def started(cache: str, sizes: Sizes) -> Row:
+    with server(cache, sizes) as (_, times):
         return times
 
 
 @contextlib.contextmanager
-def server(cache: str) -> Iterator[tuple[str, dict[str, float]]]:
+def server(cache: str, sizes: Sizes) -> Iterator[tuple[str, dict[str, float]]]:
     """(base URL, seconds from process start to first ready and to everything compiled)."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "jserve", "serve", str(MODEL), "--port", str(port)]
-    flags = ["--load-format", "dummy", "--dtype", "bfloat16", "--recompile-guard", "error"]
+    command = [sys.executable, "-m", "jserve", "serve", str(sizes.model), "--port", str(port)]
+    given = [(f"--{name.replace('_', '-')}", str(value)) for name, value in sizes.flags.items()]
+    flags = itertools.chain.from_iterable(given)
     quiet = ["--log-level", "warning", "--compilation-cache-dir", cache]
     start = time.perf_counter()
     process = subprocess.Popen([*command, *flags, *quiet], cwd=ROOT)
@@ -276,40 +331,32 @@ def client(url: str, *flags: str) -> dict[str, float]:
     return {name: round(result[name], 2) for name in kept}
 
 
-def card() -> dict[str, str]:
+def card(sizes: Sizes) -> dict[str, str]:
     names = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
-    units = _nvidia_smi(names, units="csv,noheader").split(", ")
-    return dict(zip(names.split(","), units, strict=True))
+    return dict(zip(names.split(","), sizes.smi(names, units="csv,noheader"), strict=True))
 
 
-def _nvidia_smi(query: str, units: str = "csv,noheader,nounits") -> str:
-    command = ["nvidia-smi", f"--query-gpu={query}", f"--format={units}"]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[
-        0
-    ]
-
-
-def measure(only: Sequence[str] = ()) -> Row:
+def measure(only: Sequence[str], sizes: Sizes) -> Row:
     """The rows of the GROUPS named, or all: figures first, what they are to reach beside them."""
     unknown = set(only) - set(GROUPS)
     if unknown:
         raise SystemExit(f"unknown groups {sorted(unknown)}; known: {', '.join(GROUPS)}")
     table = Table(set(only or GROUPS))
-    before = card()
+    before = card(sizes)
     with tempfile.TemporaryDirectory() as cache:
-        stages: tuple[tuple[str, Callable[[Table, str], None]], ...] = (
+        stages: tuple[tuple[str, Callable[[Table, str, Sizes], None]], ...] = (
             ("server", server_rows),
             ("engine", engine_rows),
         )
         for name, stage in stages:
             try:
-                stage(table, cache)
+                stage(table, cache, sizes)
             except Exception as error:  # the other stage has figures of its own
                 table.rows[name] = {"error": f"{type(error).__name__}: {error}"[:600]}
     return {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "card": before,
-        "card_after": card(),
+        "card_after": card(sizes),
         "jax": jax.__version__,
         "rows": compared(table.rows),
     }

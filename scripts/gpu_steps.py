@@ -13,7 +13,8 @@ step's tokens get, if each gets any of them) and the cached tokens at 4.3 TB/s, 
 800 TFLOP/s. Prints one JSON line last.
 
 --profile adds the kernels of a step. XLA's command buffers are off then, because the profiler does
-not see into them, so those steps take longer: read shares.
+not see into them, so those steps take longer: read shares. --tiny is a dry run, of small steps of a
+tiny model, on CPU too.
 """
 
 from __future__ import annotations
@@ -52,17 +53,31 @@ from jserve.weights.loader import load_params  # noqa: E402
 from sharding.mesh import make_mesh  # noqa: E402
 from sharding.rules import TP, Rules  # noqa: E402
 
-MODEL = ROOT / "configs" / "qwen3-8b.json"
-POOL_TOKENS = 10_000 if "--tiny" in sys.argv else 560_000
-PROMPT = 1024
-CALLS, ROUNDS = 12, 3
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sizes:
+    """What is timed unless options say otherwise, in a pool of how many tokens, how often."""
+
+    model: Path = ROOT / "configs" / "qwen3-8b.json"
+    steps: str = "decode:64,decode:256,prefill:8192"
+    context: int = 1120
+    prompt: int = 1024  # tokens of each prompt that a step computes
+    pool_tokens: int = 560_000
+    calls: int = 12
+    rounds: int = 3
+
+
+DRY = Sizes(
+    model=ROOT / "scripts" / "tiny.json", steps="decode:2,prefill:16",
+    context=30, prompt=8, pool_tokens=256, calls=2, rounds=2,
+)  # fmt: skip
 
 
 class Steps:
     """Programs of the model and what they work on. `in_order`: a row's pages follow each other."""
 
-    def __init__(self, path: str, in_order: bool) -> None:
-        self._in_order = in_order
+    def __init__(self, path: str, in_order: bool, sizes: Sizes) -> None:
+        self._in_order, self.sizes = in_order, sizes
         config = Config.from_flags(
             model_path=path, load_format="dummy", dtype="bfloat16", log_level="error"
         )
@@ -81,7 +96,7 @@ class Steps:
         )  # fmt: skip
         self.specs = model.specs
         self.page_size, self.layers = resolved.page_size, model_config.num_layers
-        self.num_pages = POOL_TOKENS // resolved.page_size
+        self.num_pages = sizes.pool_tokens // resolved.page_size
         sizing = Sizing(model, self.rules, resolved)
         self.programs: Programs = sizing.programs(self.num_pages)
         params = load_params(
@@ -96,7 +111,7 @@ class Steps:
 
     def compile(self, steps: list[tuple[str, int]]) -> dict[tuple[str, int], Any]:
         """(forward, head) of each step."""
-        shapes, num_rows = self.programs.shapes, [rows_of(*step) for step in steps]
+        shapes, num_rows = self.programs.shapes, [self.rows_of(*step) for step in steps]
         self._masks = allow_everything(num_rows, shapes.vocab, shapes.replicated)
         wanted = [init_program(shapes)]
         for (name, size), rows in zip(steps, num_rows, strict=True):
@@ -131,14 +146,19 @@ class Steps:
         pages = self._rng.integers(1, self.num_pages, table.shape)
         if self._in_order:
             slots, columns = np.indices(table.shape)
-            pages = 1 + (slots * 2 * PROMPT // self.page_size + columns) % (self.num_pages - 1)
+            pages = slots * 2 * self.sizes.prompt // self.page_size + columns
+            pages = 1 + pages % (self.num_pages - 1)
         placed = jax.device_put(pages.astype(np.int32), table.sharding)
         self._state = dataclasses.replace(self._state, page_table=placed)
 
+    def rows_of(self, name: str, size: int) -> int:
+        """Rows of a step, each of which samples."""
+        return size if name == "decode" else max(1, size // self.sizes.prompt)
+
     def plan(self, name: str, size: int, context: int) -> StepPlan:
-        rows = rows_of(name, size)
+        rows = self.rows_of(name, size)
         q_len = 1 if name == "decode" else size // rows
-        each = np.full(rows, 1, np.int32)
+        each, most = np.full(rows, 1, np.int32), min(100_000, self.config.vocab_size)
         return StepPlan(
             step=0,
             kind=Kind.DECODE if name == "decode" else Kind.MIXED,
@@ -148,7 +168,7 @@ class Steps:
             samples=np.ones(rows, bool),
             output_index=each,
             num_decode_rows=rows if name == "decode" else 0,
-            token_ids=self._rng.integers(1000, 100_000, rows * q_len).astype(np.int32),
+            token_ids=self._rng.integers(1000, most, rows * q_len).astype(np.int32),
             new_pages=np.zeros(rows * q_len, np.int32),
             full_sampler=False,
             logprobs=False,
@@ -158,7 +178,7 @@ class Steps:
         """Seconds of one of `calls` steps."""
         (name, size), (forward, head) = step, programs
         packed = self.programs.layout(name != "decode", size).pack(self.plan(name, size, context))
-        out, mask = None, self._masks[rows_of(name, size)]
+        out, mask = None, self._masks[self.rows_of(name, size)]
         begin = time.perf_counter()
         for _ in range(calls):
             self._kv, self._state, hidden = forward(self._params, self._kv, self._state, packed)
@@ -168,15 +188,11 @@ class Steps:
         return (time.perf_counter() - begin) / calls
 
 
-def rows_of(name: str, size: int) -> int:
-    """Rows of a step, each of which samples."""
-    return size if name == "decode" else max(1, size // PROMPT)
-
-
 def floor_seconds(steps: Steps, name: str, size: int, context: int) -> float:
     """The larger of the times that bytes and products take."""
-    config, moe, rows = steps.config, steps.config.moe, rows_of(name, size)
-    seen = context if name == "decode" else PROMPT / 2  # cached tokens that a token attends to
+    config, moe, rows = steps.config, steps.config.moe, steps.rows_of(name, size)
+    # Cached tokens that a token attends to.
+    seen = context if name == "decode" else steps.sizes.prompt / 2
     share = 0.0 if moe is None else moe.top_k / moe.num_experts
     read = products = 0.0
     for spec in steps.specs:
@@ -222,12 +238,13 @@ def profile(steps: Steps, step: tuple[str, int], programs: Any, context: int, to
 
 
 def main() -> int:
+    sizes = DRY if "--tiny" in sys.argv else Sizes()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--steps", default="decode:64,decode:256,prefill:8192")
-    parser.add_argument("--model", default=str(MODEL))
-    parser.add_argument("--context", type=int, default=1120)
+    parser.add_argument("--steps", default=sizes.steps)
+    parser.add_argument("--model", default=str(sizes.model))
+    parser.add_argument("--context", type=int, default=sizes.context)
     parser.add_argument("--in-order", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--top", type=int, default=16)
@@ -235,11 +252,12 @@ def main() -> int:
     options = parser.parse_args()
     pairs = [text.split(":") for text in options.steps.split(",")]
     wanted = [(name, int(size)) for name, size in pairs]
-    steps, rows = Steps(options.model, options.in_order), dict[str, Any]()
+    steps, rows = Steps(options.model, options.in_order, sizes), dict[str, Any]()
+    calls = [sizes.calls] * sizes.rounds
     for step, programs in steps.compile(wanted).items():
         name = f"{step[0]}_{step[1]}"
         steps.run(step, programs, options.context, 3)
-        times = [steps.run(step, programs, options.context, CALLS) for _ in range(ROUNDS)]
+        times = [steps.run(step, programs, options.context, count) for count in calls]
         floor = round(floor_seconds(steps, *step, options.context) * 1e3, 3)
         rows[name] = {"ms": [round(seconds * 1e3, 3) for seconds in times], "floor_ms": floor}
         print(name, rows[name], flush=True)

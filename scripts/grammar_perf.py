@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """What grammars cost beside free requests, on this machine's device.
 
 1. Decode throughput of a batch bound by a schema of 20 fields, as a ratio to the same batch free,
@@ -5,8 +6,8 @@
 2. Inter-token latency of free streams while a schema of 1 MiB and a pathological regex are being
    compiled beside them, all the time, as a ratio to the same streams alone.
 
-    python scripts/grammar_perf.py configs/qwen3-8b.json --load-format dummy \
-        --tokenizer-path DIRECTORY
+    scripts/grammar_perf.py configs/qwen3-8b.json --load-format dummy --tokenizer-path DIRECTORY
+    scripts/grammar_perf.py --tiny      a dry run: a few tokens of a tiny model, on CPU too
 
 prints one JSON line last.
 """
@@ -15,17 +16,48 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import random
 import statistics
+import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jserve import Engine
-from jserve.errors import RequestError
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from jserve import Engine  # noqa: E402
+from jserve.errors import RequestError  # noqa: E402
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sizes:
+    """What options are unless they are given, and how much is thrown at the engine."""
+
+    model: str | None = None
+    load_format: str = "auto"
+    tokenizer_path: str | None = None
+    batch: int = 64
+    tokens: int = 1024
+    streams: int = 32
+    repeats: int = 2
+    context_length: int = 4096
+    chunk: int | None = None
+    warm_up: int = 8  # tokens of each arm that are not measured
+    schema_bytes: int = 1 << 20
+    num_hostile: int = 50  # schemas, and as many regexes
+
+
+DRY = Sizes(
+    str(ROOT / "scripts" / "tiny.json"), "dummy", "smollm2-135m",
+    batch=2, tokens=24, streams=2, repeats=1, context_length=256, chunk=32,
+    warm_up=2, schema_bytes=1 << 14, num_hostile=1,
+)  # fmt: skip
 
 
 def object_of(kinds: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -54,11 +86,11 @@ def schema_that_counts() -> dict[str, Any]:
     return object_of([text, numbers] * 10)
 
 
-def large_schema(salt: int) -> str:
-    """1 MiB, another one for each salt."""
+def large_schema(salt: int, size: int) -> str:
+    """Of at least `size` bytes, another one for each salt."""
     one = {"type": "object", "properties": {f"p{i}": {"enum": [f"v{i}", salt]} for i in range(200)}}
     defs: dict[str, Any] = {}
-    while len(json.dumps(defs)) < 1 << 20:
+    while len(json.dumps(defs)) < size:
         for _ in range(20):
             defs[f"d{len(defs)}"] = one
     return json.dumps({"$defs": defs, "anyOf": [{"$ref": f"#/$defs/{name}"} for name in defs]})
@@ -81,7 +113,9 @@ def throughput(engine: Engine, batch: int, tokens: int, sampling: dict[str, Any]
     return sum(made) / seconds
 
 
-def measure_decode(engine: Engine, batch: int, tokens: int, repeats: int) -> dict[str, Any]:
+def measure_decode(
+    engine: Engine, batch: int, tokens: int, repeats: int, warm_up: int
+) -> dict[str, Any]:
     schema, counting = schema_of_20_fields(), schema_that_counts()
     arms = {
         "greedy": {"temperature": 0.0},
@@ -92,7 +126,7 @@ def measure_decode(engine: Engine, batch: int, tokens: int, repeats: int) -> dic
     }
     rates: dict[str, list[float]] = {name: [] for name in arms}
     for sampling in arms.values():
-        throughput(engine, batch, 8, sampling)  # compiles the grammar, warms the path
+        throughput(engine, batch, warm_up, sampling)  # compiles the grammar, warms the path
     for _ in range(repeats):
         for name, sampling in arms.items():
             rates[name].append(throughput(engine, batch, tokens, sampling))
@@ -152,12 +186,13 @@ async def hostile(
     return outcomes
 
 
-async def measure_latency(engine: Engine, count: int, tokens: int) -> dict[str, Any]:
+async def measure_latency(engine: Engine, count: int, tokens: int, sizes: Sizes) -> dict[str, Any]:
     await free_streams(engine, count, 16)
     alone = await free_streams(engine, count, tokens)
     stop, forms = asyncio.Event(), []
-    for salt in range(50):  # written before anything is measured
-        forms += [("json_schema", large_schema(salt)), ("regex", pathological_regex(salt))]
+    for salt in range(sizes.num_hostile):  # written before anything is measured
+        schema = large_schema(salt, sizes.schema_bytes)
+        forms += [("json_schema", schema), ("regex", pathological_regex(salt))]
     attack = asyncio.create_task(hostile(engine, stop, forms))
     await asyncio.sleep(2.0)  # the workers have started
     beside = await free_streams(engine, count, tokens)
@@ -175,28 +210,35 @@ async def measure_latency(engine: Engine, count: int, tokens: int) -> dict[str, 
 
 
 def main() -> None:
+    sizes = DRY if "--tiny" in sys.argv else Sizes()
     parser = argparse.ArgumentParser(description="What grammars cost beside free requests.")
-    parser.add_argument("model")
-    parser.add_argument("--load-format", default="auto")
-    parser.add_argument("--tokenizer-path", default=None)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--streams", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("model", nargs=None if sizes.model is None else "?", default=sizes.model)
+    parser.add_argument("--load-format", default=sizes.load_format)
+    parser.add_argument("--tokenizer-path", default=sizes.tokenizer_path)
+    parser.add_argument("--batch", type=int, default=sizes.batch)
+    parser.add_argument("--tokens", type=int, default=sizes.tokens)
+    parser.add_argument("--streams", type=int, default=sizes.streams)
+    parser.add_argument("--repeats", type=int, default=sizes.repeats)
+    parser.add_argument("--tiny", action="store_true")
     parsed = parser.parse_args()
     with Engine(
         parsed.model,
         load_format=parsed.load_format,
         tokenizer_path=parsed.tokenizer_path,
         max_running_requests=parsed.batch,
-        context_length=4096,
+        context_length=sizes.context_length,
+        chunked_prefill_size=sizes.chunk,
         enable_metrics=True,
     ) as engine:
         info = engine.get_server_info()
         result = {"device": info["device"], "batch": parsed.batch, "tokens": parsed.tokens}
-        result["decode"] = measure_decode(engine, parsed.batch, parsed.tokens, parsed.repeats)
+        result["decode"] = measure_decode(
+            engine, parsed.batch, parsed.tokens, parsed.repeats, sizes.warm_up
+        )
         print(json.dumps(result), flush=True)
-        result["latency"] = asyncio.run(measure_latency(engine, parsed.streams, parsed.tokens))
+        result["latency"] = asyncio.run(
+            measure_latency(engine, parsed.streams, parsed.tokens, sizes)
+        )
         info = engine.get_server_info()
         result["rows_masked"] = info["grammar_rows_masked_total"]
         result["recompiles"] = info["recompiles_total"]

@@ -238,13 +238,6 @@ class WatchedCache(CacheManager):
         super().release(lease)
         self.agree()
 
-    def flush(self) -> bool:
-        live = bool(self.model.held)
-        flushed = super().flush()
-        assert flushed != live and (live or not self.model.cached)
-        self.agree()
-        return flushed
-
     def held(self, lease: Lease) -> Held:
         """The model's lease, with the pages by which the real one has grown."""
         held, pages = self.watched[lease], lease.pages.tolist()

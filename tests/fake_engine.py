@@ -229,6 +229,7 @@ def build_storm(config: Config, channel: Any) -> Loop:
 def make_loop(channel: Any, runner: ScriptedRunner, depth: int = 1, **options: Any) -> Loop:
     scheduler = options.pop("scheduler", None) or make_scheduler(depth)
     facts = {
+        "max_running_requests": 16,
         "model_config": dataclasses.asdict(MODEL),
         "context_length": CONTEXT,
         "page_size": PAGE,

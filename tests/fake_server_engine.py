@@ -8,6 +8,8 @@ Token i of sequence s after a prompt is `a` + (sum(prompt) + i + s) mod 26. Its 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
 import json
 import uuid
 from collections.abc import AsyncGenerator
@@ -15,7 +17,6 @@ from collections.abc import AsyncGenerator
 import httpx
 
 from jserve.config import Config
-from jserve.engine.batch_stream import merged
 from jserve.engine.ranges import check_ranges
 from jserve.errors import EngineDeadError, QueueFullError, RequestError
 from jserve.metrics import Metrics
@@ -29,6 +30,7 @@ from jserve.types import (
     Output,
     RopeConfig,
     TokenLogprobs,
+    Transcript,
 )
 
 BOS, EOS, VOCAB, CONTEXT = 256, 257, 260, 200
@@ -38,6 +40,7 @@ class ByteTokenizer:
     """One id a byte; 256 and 257 are special tokens."""
 
     vocab_size = VOCAB
+    longest_token = 1
     eos_token_ids = (EOS,)
     bos_token_id = BOS
     has_chat_template = True
@@ -130,6 +133,7 @@ class FakeEngine:
         self.aborts = []
         self.controls = []  # (op, arguments) that were asked
         self.paused = False  # generation would never come back
+        self.hangs = False  # no question is answered
 
     @property
     def ranks(self):
@@ -154,8 +158,35 @@ class FakeEngine:
             if not done:
                 self.closed.append(rid)
 
-    def generate_batch(self, reqs):
-        return merged([self.generate_stream(req) for req in reqs], [r.sampling.n for r in reqs])
+    async def generate_batch(self, reqs):
+        queue, base, tasks = asyncio.Queue(), 0, []
+
+        async def pump(req, base):
+            try:
+                async with contextlib.aclosing(self.generate_stream(req)) as outputs:
+                    async for output in outputs:
+                        output.index += base
+                        queue.put_nowait(output)
+                queue.put_nowait(None)
+            except Exception as error:  # raised by who reads
+                queue.put_nowait(error)
+
+        for req in reqs:
+            tasks.append(asyncio.create_task(pump(req, base)))
+            base += req.sampling.n
+        try:
+            running = len(tasks)
+            while running:
+                item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                running -= item is None
+                if item is not None:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _check(self, req):
         if not self.healthy:
@@ -227,19 +258,23 @@ class FakeEngine:
             start = max(start, 0)
         scored = prompt_ids[start:] if start >= 0 else []
         own = rid if req.sampling.n == 1 else f"{rid}_{index}"
+        said = Transcript(
+            ids=ids,
+            text=io.StringIO(text),
+            logprobs=params and logprobs_of(ids, params),
+            input_logprobs=params and logprobs_of(scored, params, first_is_null=start == 0),
+        )
         return Output(
             index=index,
             rid=own,
-            text=text,
+            transcript=said,
+            text_len=len(text),
             delta=delta,
-            output_ids=ids,
             new_ids=new_ids,
             finish=finish,
             prompt_tokens=len(prompt_ids),
             completion_tokens=len(ids),
             cached_tokens=3,
-            output_logprobs=params and logprobs_of(ids, params),
-            input_logprobs=params and logprobs_of(scored, params, first_is_null=start == 0),
             prompt_ids=prompt_ids,
         )
 
@@ -247,9 +282,12 @@ class FakeEngine:
         self.controls.append((op, args))
         if not self.healthy:
             raise EngineDeadError("the engine process ended with exit code -9")
+        if self.hangs:
+            await asyncio.Event().wait()
         if op == "flush_cache":
             return ControlReply(id="1", ok=not self.busy, message="busy" if self.busy else "")
-        return ControlReply(id="1", ok=True, payload={"token_usage": 0.25, "paused": self.paused})
+        state = {"token_usage": 0.25, "paused": self.paused, "num_running_reqs": len(self.open)}
+        return ControlReply(id="1", ok=True, payload=state)
 
     def abort(self, rid="", abort_all=False):
         self.aborts.append((rid, abort_all))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jserve.cache.pool import pool_dtype
-from pallas_kernels.attention import AttentionMeta, KVLayer, attend, mosaic_tpu, uses_fused_layout
+from pallas_kernels.attention import AttentionMeta, KVLayer, attend, mosaic_tpu
 from pallas_kernels.dispatch import dispatch
 from pallas_kernels.float8 import loaded, stored
 
@@ -454,4 +454,3 @@ def test_without_a_name_the_first_that_serves_is_taken() -> None:
         dispatch(calls, orders, name=None, platform="gpu")
     with pytest.raises(ValueError, match="metal"):
         dispatch(calls, orders, name=None, platform="metal")
-    assert uses_fused_layout(None, "tpu") and not uses_fused_layout("xla")

@@ -114,8 +114,9 @@ class CacheMachine(RuleBasedStateMachine):
         if luck == 0:
             self.cache.reset()
             self.live.clear()
-        elif luck < 10:
-            self.events["flushed"] += self.cache.flush()
+        elif luck < 10 and not self.live:
+            self.cache.reset()
+            self.events["flushed"] += 1
 
     def count(self) -> None:
         self.events["operations"] += 1

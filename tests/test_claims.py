@@ -13,6 +13,7 @@ from test_batch_warmup import PREFIX, TAILS
 from test_grammar_engine import start
 
 from jserve.engine.client import EngineClient
+from jserve.engine.core import EngineCore
 from jserve.engine.engine import Engine
 from jserve.errors import EngineDeadError, RequestError
 from jserve.types import GenerateRequest, SamplingParams, Submit
@@ -79,7 +80,7 @@ async def collect(engine: Engine, batch: list[GenerateRequest]) -> list[str]:
 
 
 def is_free(client: EngineClient) -> bool:
-    return client.aborted_early == {} and client._routes == {}
+    return client.routes == {}
 
 
 @pytest.mark.parametrize("done", [False, True])
@@ -96,7 +97,7 @@ def test_ids_are_free_again_whatever_await_a_request_is_cancelled_at(
                 answers = await cancelling
             except asyncio.CancelledError:
                 assert cancelling.fired
-                assert is_free(engine._client), f"{at=} {engine._client.aborted_early=}"
+                assert is_free(engine._client), f"{at=} {engine._client.routes=}"
             else:
                 assert not cancelling.fired and answers == expected
                 return at
@@ -113,15 +114,15 @@ def test_a_batch_whose_streams_have_not_begun_frees_its_ids(
 ) -> None:
     made: list[list[Any]] = []
 
-    async def never_begun(streams: list[Any], sizes: list[int]) -> AsyncIterator[Any]:
-        made.append(streams)
-        assert set(engine._client.aborted_early) == {"b_0", "b_1", "b_2"}
+    async def never_begun(self: EngineCore, asked: list[Any]) -> AsyncIterator[Any]:
+        made.append(asked)
+        assert set(engine._client.routes) == {"b_0", "b_1", "b_2"}
         raise asyncio.CancelledError
         yield
 
     async def run() -> None:
         with monkeypatch.context() as patch:
-            patch.setattr("jserve.engine.batch_stream.merged", never_begun)
+            patch.setattr(EngineCore, "outputs", never_begun)
             with pytest.raises(asyncio.CancelledError):
                 await collect(engine, REQUESTS["batch"])
         assert len(made[0]) == 3 and is_free(engine._client)
@@ -134,7 +135,7 @@ FAULTS = {
     "making its sequences": ("jserve.engine.core.Sequence", "bound"),
     "the warm-up of its sequences": ("jserve.engine.fanout.prefix_of", "bound sequences"),
     "the warm-up of its batch": ("jserve.engine.batch_stream.shared_prefixes", "bound batch"),
-    "its streams": ("jserve.engine.batch_stream.merged", "bound batch"),
+    "its streams": ("jserve.engine.core.EngineCore.outputs", "bound batch"),
 }
 
 
@@ -177,6 +178,7 @@ def test_a_request_whose_engine_died_before_it_was_sent_frees_its_ids(
                 with pytest.raises(EngineDeadError):
                     await collect(engine, REQUESTS[what])
             assert is_free(engine._client), what
+            assert not engine._client.left, "nothing is heard of what was not sent"
 
     asyncio.run(run())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import socket
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import jserve
 from jserve.__main__ import chat_loop, main, print_stream
 from jserve.errors import ConfigError, JserveError
 from jserve.server.listener import listen
-from jserve.types import FinishReason, GenerateRequest, Output, SamplingParams
+from jserve.types import FinishReason, GenerateRequest, Output, SamplingParams, Transcript
 
 SAMPLING = SamplingParams(temperature=0.0)
 
@@ -40,9 +41,9 @@ class ScriptedEngine:
             yield Output(
                 index=0,
                 rid="r",
-                text=text,
+                transcript=Transcript(ids=[], text=io.StringIO(text)),
+                text_len=len(text),
                 delta=piece,
-                output_ids=[],
                 new_ids=[],
                 finish=self.finish if number == len(self.pieces) - 1 else None,
                 prompt_tokens=1,

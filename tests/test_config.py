@@ -110,13 +110,21 @@ def test_command_line_wins_over_the_yaml_file_and_the_file_over_defaults(tmp_pat
     assert Config.from_yaml(str(file), port=0).server.port == 0
 
 
+def test_the_command_line_switches_off_what_the_file_switches_on(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("model-path: fake\nenable-metrics: true\nlog-requests: true\n")
+    config = parse("--config", str(file), "--no-enable-metrics", "--disable-radix-cache")
+    assert not config.server.enable_metrics
+    assert config.server.log_requests and config.cache.disable_radix_cache
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("- a list\n", "must map flag names to values"),
         ("model-path: [unclosed\n", "cannot be read"),
         ("model-path: m\npage-sise: 4\n", "did you mean --page-size"),
-        ("model-path: m\npage-size: big\n", "--page-size must be int, got 'big'"),
+        ("model-path: m\npage-size: big\n", r"--page-size must be int \| None, got 'big'"),
     ],
 )
 def test_a_bad_yaml_file_is_one_clear_error(tmp_path: Path, text: str, message: str) -> None:
@@ -142,9 +150,9 @@ def test_an_unknown_option_names_the_nearest() -> None:
     ("flags", "message"),
     [
         ({"model_path": ""}, "--model-path is required"),
-        ({"page_size": "16"}, "--page-size must be int, got '16'"),
-        ({"page_size": True}, "--page-size must be int, got True"),
-        ({"page_size": None}, "--page-size must be int, got None"),
+        ({"page_size": "16"}, r"--page-size must be int \| None, got '16'"),
+        ({"page_size": True}, r"--page-size must be int \| None, got True"),
+        ({"tp_size": None}, "--tp-size must be int, got None"),
         ({"page_size": 0}, r"--page-size must be in \[1, 1024\], got 0"),
         ({"port": 65536}, "--port must be in"),
         ({"tp_size": 0}, "--tp-size must be >= 1, got 0"),
@@ -214,6 +222,12 @@ RESOLVE = [
     (V5E, {"tp_size": 4}, {"chunked_prefill_size": 2048, "tp_size": 4, "num_slots": 256}),
     (V5E, {"dp_size": 2, "tp_size": 2, "max_running_requests": 301}, {"num_slots": 150}),
     (V5E, {"dp_size": 4}, {"num_slots": 256}),
+    (V5E, {}, {"page_size": 16, "attention_backend": None}),
+    (V5E, {"max_running_requests": 512}, {"page_size": 32, "chunked_prefill_size": 2048}),
+    (V5E, {"max_running_requests": 512, "max_total_tokens": 999}, {"max_total_tokens": 992}),
+    (V5E, {"max_running_requests": 512, "dp_size": 2}, {"page_size": 16}),
+    (V5E, {"attention_backend": "mosaic_tpu"}, {"attention_backend": "mosaic_tpu"}),
+    (V5E, FP8, {"kv_dtype": "float8_e4m3fn"}),  # 3 heads are stored as 4
     (dataclasses.replace(H200, memory_bytes=40 * GIB), {}, {"chunked_prefill_size": 4096}),
     (dataclasses.replace(H200, memory_bytes=None), {}, {"mem_fraction_static": 0.85}),
 ]  # fmt: skip
@@ -256,10 +270,11 @@ def test_auto_dtype_is_the_checkpoints_on_an_accelerator_and_float32_on_cpu(dtyp
         (CPU, {"dtype": "bfloat16", "kv_cache_dtype": "float32"}, ("--kv-cache-dtype", "--dtype")),
         (H200, {**FP8, "attention_backend": "mosaic_gpu"}, ("--kv-cache-d", "--attention-b")),
         (A100, FP8, ("--kv-cache-dtype fp8_e4m3", "8.0", "fp8_e5m2")),
-        (V5E, FP8, ("--kv-cache-dtype", "--tp-size 1", "3 of --model-path")),
+        (V5E, {**FP8, "tp_size": 4}, ("--kv-cache-dtype", "--tp-size 4", "1 of --model-path")),
         (CPU, {"attention_backend": "mosaic_tpu"}, ("--attention-backend", "--device")),
         (H200, {"attention_backend": "mosaic_tpu"}, ("--attention-backend", "--device")),
         (V5E, {"attention_backend": "pallas_triton"}, ("--attention-backend", "--device")),
+        (V5E, {"attention_backend": "xla"}, ("--attention-backend xla", "cpu or gpu", "--device")),
         (V5E, {"dp_size": 3, "tp_size": 2}, ("--dp-size 3", "--tp-size 2", "--dp-size 2 is the")),
         (V5E, {"dp_size": 4, "max_running_requests": 3}, ("--max-running-r", "--dp-size 4")),
         (H200, {"tp_size": 2}, ("--tp-size", "--device")),
@@ -285,6 +300,56 @@ def test_options_that_cannot_work_together_are_refused_and_both_named(
     with pytest.raises(ConfigError) as error:
         resolved(device, **flags)
     assert all(name in str(error.value) for name in names), error.value
+
+
+LONG = dataclasses.replace(MODEL, max_position=131072)
+
+
+@pytest.mark.parametrize(("context", "slots", "page_size"), [
+    (None, None, 256), (40_960, None, 64), (8192, None, 16), (None, 16, 16), (None, 600, 512),
+])  # fmt: skip
+def test_a_tpus_pages_are_as_large_as_its_page_tables_need(
+    context: int | None, slots: int | None, page_size: int
+) -> None:
+    flags = {"context_length": context, "max_running_requests": slots}
+    assert resolved(V5E, LONG, **flags).page_size == page_size
+    assert resolved(H200, LONG, **flags).page_size == 16
+
+
+@pytest.mark.parametrize(
+    ("flags", "fitting"),
+    [
+        ({"page_size": 128}, {"page_size": 256}),
+        ({"page_size": 128}, {"max_running_requests": 200}),
+        ({"page_size": 128}, {"context_length": 114_560}),
+        ({"max_running_requests": 2048}, {"max_running_requests": 608}),
+        ({"page_size": 64, "max_running_requests": 300, "dp_size": 2},
+         {"max_running_requests": 208}),
+    ],
+)  # fmt: skip
+def test_page_tables_too_large_for_a_tpu_are_refused_with_what_fits(
+    flags: dict, fitting: dict
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        resolved(V5E, LONG, **flags)
+    told = str(error.value)
+    assert all(
+        flag in told for flag in ("--page-size", "--max-running-requests", "--context-length")
+    )
+    for name, value in fitting.items():
+        assert f"--{name.replace('_', '-')} {value}" in told.partition(";")[2], told
+    assert resolved(V5E, LONG, **{**flags, **fitting})
+
+
+@pytest.mark.parametrize(("tp_size", "ep_size"), [(1, 2), (2, 1)])
+def test_float8_on_tpu_counts_the_heads_that_a_device_stores(tp_size: int, ep_size: int) -> None:
+    moe = parse_config(json.loads((CONFIGS / "qwen3-30b-a3b.json").read_text()))
+    flags = {**FP8, "tp_size": tp_size, "ep_size": ep_size}
+    odd = dataclasses.replace(moe, num_kv_heads=2, num_heads=8)
+    with pytest.raises(ConfigError, match=f"--ep-size {ep_size} leave 1 of --model-path"):
+        resolved(V5E, odd, **flags)
+    padded = dataclasses.replace(moe, num_kv_heads=9, num_heads=9)  # 5 a device, stored as 8
+    assert resolved(V5E, padded, **flags).kv_dtype == "float8_e4m3fn"
 
 
 SHAPES = {

@@ -9,7 +9,6 @@ import json
 import math
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -26,7 +25,7 @@ from tiny_models import (
     rules_of,
 )
 
-from jserve.cache.pool import allocate_pool, bytes_per_page, gather_pages, scatter_pages
+from jserve.cache.pool import pool_spec
 from jserve.config import Config, DeviceFacts, resolve
 from jserve.engine.engine import Engine
 from jserve.errors import ConfigError
@@ -202,18 +201,10 @@ def test_every_tensor_has_a_place_and_is_told_from_the_parameters() -> None:
     }
 
 
-def test_pages_of_latents_leave_the_pool_and_return() -> None:
-    rules = rules_of(2)
-    shape = KVShape(3, 1, 20, value_dim=16)
-    pool = allocate_pool(shape, 6, PAGE, "bfloat16", rules)
+def test_a_pool_of_latents_is_one_array_whole_on_every_device() -> None:
+    pool = pool_spec(KVShape(3, 1, 20, value_dim=16), 6, PAGE, "bfloat16", rules_of(2))
     assert pool.v is None and pool.k.shape == (18, PAGE, 1, 20)
-    assert pool.k.nbytes == 6 * bytes_per_page(shape, PAGE, "bfloat16") == 6 * 3 * PAGE * 20 * 2
-    assert {s.data.shape for s in pool.k.addressable_shards} == {pool.k.shape}
-    content = np.random.default_rng(0).normal(size=(3, 2, PAGE, 1, 20)).astype(pool.k.dtype)
-    pages = np.array([4, 1], np.int32)
-    pool = scatter_pages(pool, pages, pool._replace(k=jnp.asarray(content)), 3)
-    assert (np.asarray(gather_pages(pool, pages, 3).k) == content).all()
-    assert not np.asarray(gather_pages(pool, np.array([0, 2, 3, 5]), 3).k).any()
+    assert pool.k.sharding.is_fully_replicated
 
 
 def test_a_cpu_deals_tokens_by_the_size_of_a_latent() -> None:

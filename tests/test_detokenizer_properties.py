@@ -6,6 +6,7 @@ many bytes are no text at all. Each property counts what it is about, and fails 
 
 from __future__ import annotations
 
+import codecs
 import itertools
 import random
 from collections import Counter
@@ -112,6 +113,30 @@ def at_once(tokenizer: Tokenizer, ids: Sequence[int], skip_special: bool) -> str
     return tokenizer.decode([*prompt, *ids], skip_special_tokens=skip_special)[len("a") :]
 
 
+def marked(tokenizer: Tokenizer, ids: Sequence[int], skip_special: bool) -> list[tuple[str, bool]]:
+    """The characters that stops may match, and whether each is to be seen: special tokens that are
+    skipped stand where they came, behind the last whole character. By brute force.
+    """
+    characters, num_seen = [], 0
+    for number, token in enumerate(ids, 1):
+        if skip_special and token in tokenizer._skipped:
+            characters += [(letter, False) for letter in tokenizer.id_to_text(token)]
+        data = b"".join(tokenizer.pieces(ids[:number], skip_special))
+        text = codecs.getincrementaldecoder("utf-8")("replace").decode(data)
+        characters += [(letter, True) for letter in text[num_seen:]]
+        num_seen = len(text)
+    return [*characters, *((c, True) for c in at_once(tokenizer, ids, skip_special)[num_seen:])]
+
+
+def cut_at(
+    characters: Sequence[tuple[str, bool]], stops: Sequence[str], trim: bool
+) -> tuple[str, str | None]:
+    """What is shown of them, and the stop string that ends it, if one does."""
+    found = first_stop("".join(letter for letter, _ in characters), stops)
+    end = len(characters) if found is None else found[1] - len(found[0]) * trim
+    return "".join(c for c, seen in characters[:end] if seen), found[0] if found else None
+
+
 def check(arguments: dict[str, Any], body: Callable[..., None], examples: int = 200) -> None:
     """Run `body` over drawn arguments."""
     quiet = settings(
@@ -137,7 +162,7 @@ def test_text_in_pieces_is_the_text_at_once() -> None:
             pieces.append(stream.push(chunk))
             assert expected.startswith("".join(pieces))
         held = stream.finish(stop_token=False)
-        assert "".join(pieces) + held == expected == stream.text
+        assert "".join(pieces) + held == expected
         assert stream.num_tokens_used == len(ids)
         seen["characters split over tokens"] += "" in pieces[:-1]
         seen["no text"] += "\ufffd" in expected
@@ -174,11 +199,10 @@ def test_text_ends_at_the_first_stop_string_wherever_the_cuts_are() -> None:
 
     def body(name: str, seed: int, length: int, cuts: list[int], trim: bool, skip: bool) -> None:
         tokenizer, ids = TOKENIZERS[name], some_ids(name, seed, length)
-        whole = at_once(tokenizer, ids, skip)
+        characters = marked(tokenizer, ids, skip)
+        whole = "".join(letter for letter, _ in characters)
         stops = some_stops(whole, seed)
-        found, expected = first_stop(whole, stops), whole
-        if found is not None:
-            expected = whole[: found[1] - len(found[0]) * trim]
+        found, (expected, stop) = first_stop(whole, stops), cut_at(characters, stops, trim)
         sampling = SamplingParams(
             stop=stops, no_stop_trim=not trim, skip_special_tokens=skip, ignore_eos=True
         )
@@ -188,13 +212,14 @@ def test_text_ends_at_the_first_stop_string_wherever_the_cuts_are() -> None:
             shown += stream.push(chunk)
             assert expected.startswith(shown)
         shown += stream.finish(stop_token=False)
-        assert shown == expected == stream.text
-        assert stream.stopped == (None if found is None else found[0])
+        assert shown == expected
+        assert stream.stopped == stop
         if found is None:
+            assert expected == at_once(tokenizer, ids, skip)
             return
         stop, end, used = *found, stream.num_tokens_used
         start = end - len(stop)
-        before = at_once(tokenizer, ids[: used - 1], skip).rstrip("\ufffd")
+        before = "".join(c for c, _ in marked(tokenizer, ids[: used - 1], skip)).rstrip("\ufffd")
         assert first_stop(before, stops) is None
         overlapping = [
             other
@@ -202,26 +227,44 @@ def test_text_ends_at_the_first_stop_string_wherever_the_cuts_are() -> None:
             for at in range(max(0, start - len(other) + 1), end)
             if other != stop and whole.startswith(other, at)
         ]
-        special = ids[used - 1] in tokenizer._skipped and not skip
+        special = ids[used - 1] in tokenizer._skipped
+        matched = [seen for _, seen in characters[start:end]]
         seen["stopped"] += 1
         seen["in the first token"] += used == 1
         seen["over several tokens"] += len(before) > start
         seen["inside a push"] += last > 1
         seen["with others that overlap it"] += bool(overlapping)
         seen["from text into a special token"] += special and len(before) > start
+        seen["all of it hidden"] += not any(matched)
+        seen["a part of it hidden"] += any(matched) and not all(matched)
 
     check({**IDS, "cuts": CUTS, "trim": st.booleans(), "skip": st.booleans()}, body, 1200)
-    assert min(seen.values()) > 5 and len(seen) == 6, seen
+    assert min(seen.values()) > 5 and len(seen) == 8, seen
 
 
 def test_a_stop_string_begins_in_text_and_ends_in_a_special_token() -> None:
     tokenizer = TOKENIZERS["byte-level"]
     ids = [*tokenizer.encode("end"), 2, *tokenizer.encode("user")]
-    for cuts in ([1] * 20, [2] * 10, [20]):
-        sampling = SamplingParams(stop=("d<|turn|>u",), skip_special_tokens=False)
+    for cuts, skip in itertools.product(([1] * 20, [2] * 10, [20]), (True, False)):
+        sampling = SamplingParams(stop=("d<|turn|>u",), skip_special_tokens=skip)
         stream = Detokenizer(tokenizer, sampling)
         assert "".join(stream.push(chunk) for chunk in chunked(ids, cuts)) == "en"
         assert stream.stopped == "d<|turn|>u"
+
+
+def test_the_token_that_ends_a_text_may_complete_a_stop_string() -> None:
+    """Strings come before tokens, as for the end of a turn that is given as a string, too."""
+    tokenizer = TOKENIZERS["byte-level"]
+    ids = [*tokenizer.encode("end"), 1]
+    for stop, keep, text, stopped in (
+        ("</s>", False, "end", "</s>"),
+        ("d</s>", False, "en", "d</s>"),
+        ("d</s>", True, "end", "d</s>"),
+        ("d</s>x", False, "end", None),
+    ):
+        stream = Detokenizer(tokenizer, SamplingParams(stop=(stop,), no_stop_trim=keep))
+        assert stream.push(ids) + stream.finish(stop_token=True) == text
+        assert (stream.stopped, stream.num_tokens_used) == (stopped, len(ids))
 
 
 def outputs_of(
@@ -236,8 +279,8 @@ def outputs_of(
     sequence, outputs = OneSequence(0, submit, tokenizer, NO_METER, options), []
     for number, chunk in enumerate(chunks):
         last = finish if number == len(chunks) - 1 else None
-        output = sequence.push(Delta(rid="r", token_ids=chunk, finish=last))
-        outputs += [] if output is None else [output]
+        due = sequence.push(Delta(rid="r", token_ids=chunk, finish=last))
+        outputs += [sequence.output()] if due else []
         if sequence.finish is not None:
             break
     return outputs
@@ -249,14 +292,14 @@ def test_an_interval_never_holds_the_first_or_the_last_and_changes_no_text(own: 
 
     def body(name: str, seed: int, length: int, cuts: list[int], server_wide: int) -> None:
         tokenizer, ids = TOKENIZERS[name], some_ids(name, seed, length)
-        whole = at_once(tokenizer, ids, True)
+        characters = marked(tokenizer, ids, True)
+        whole = "".join(letter for letter, _ in characters)
         stops = some_stops(whole, seed) if seed % 2 else ()
         sampling = SamplingParams(stop=stops, ignore_eos=True, stream_interval=own)
         chunks = chunked(ids, cuts)
         by_length = FinishReason(type="length", length=length)
         outputs = outputs_of(tokenizer, chunks, by_length, server_wide, sampling)
-        found = first_stop(whole, stops)
-        text = whole if found is None else whole[: found[1] - len(found[0])]
+        text, found = cut_at(characters, stops, True)
         *early, last = outputs
         assert last.finish is not None and last.text == text
         assert last.finish.type == ("length" if found is None else "stop")
@@ -296,7 +339,7 @@ def test_an_end_token_is_trimmed_after_any_cut() -> None:
         shown = "".join(stream.push(chunk) for chunk in chunked(ids, cuts))
         shown += stream.finish(stop_token=True)
         expected = at_once(tokenizer, ids if keep else ids[:-1], skip)
-        assert shown == stream.text == expected
+        assert shown == expected
         assert stream.num_tokens_used == len(ids)
         seen["kept" if keep else "trimmed"] += 1
         seen["came before, too"] += end in ids[:-1]

@@ -280,7 +280,7 @@ REFUSED = {
         {"ep_size": 4, "dp_size": 3},
         "--ep-size 4 devices to --dp-size 3 ranks, .*; --dp-size 2, 4 would work",
     ),
-    "one device": ({"dp_size": 2}, "it needs a --tp-size of 2 or more"),
+    "one device": ({"dp_size": 2}, "it needs a --tp-size and --dp-size from 2 on"),
     "fewer requests than ranks": (
         {"tp_size": 2, "dp_size": 2, "max_running_requests": 1},
         "--max-running-requests 1 .* --dp-size 2",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ from fake_engine import CONTEXT, VOCAB, ByteTokenizer, continuation
 
 from jserve.engine.engine import Engine, render_output, sampling_from_dict
 from jserve.engine.ranges import check_ranges
+from jserve.engine.requests import expand
 from jserve.errors import ConfigError, EngineDeadError, RequestError, WeightError
 from jserve.types import (
     Abort,
@@ -24,6 +27,7 @@ from jserve.types import (
     SamplingParams,
     Submit,
     TokenLogprobs,
+    Transcript,
 )
 
 
@@ -93,10 +97,11 @@ def test_a_batch_answers_in_order_and_broadcasts_scalars(engine: Engine) -> None
 def test_a_stream_is_cumulative_and_ends_with_the_finish(engine: Engine) -> None:
     chunks = list(engine.generate("hello", {"max_new_tokens": 6}, stream=True))
     whole = text_of("hello", 6)
-    assert [chunk["text"] for chunk in chunks] == [whole[: i + 1] for i in range(6)]
-    assert [chunk["meta_info"]["finish_reason"] for chunk in chunks[:-1]] == [None] * 5
+    lengths = [len(chunk["output_ids"]) for chunk in chunks]
+    assert lengths == sorted(set(lengths)) and lengths[-1] == 6  # late, a chunk has several tokens
+    assert [chunk["text"] for chunk in chunks] == [whole[:length] for length in lengths]
+    assert not any(chunk["meta_info"]["finish_reason"] for chunk in chunks[:-1])
     assert chunks[-1]["meta_info"]["finish_reason"]["type"] == "length"
-    assert [len(chunk["output_ids"]) for chunk in chunks] == list(range(1, 7))
 
 
 def test_a_streamed_batch_says_whose_chunk_it_is(engine: Engine) -> None:
@@ -113,7 +118,10 @@ def test_a_streamed_batch_says_whose_chunk_it_is(engine: Engine) -> None:
 
 def test_stream_interval_holds_tokens_back_but_never_the_first_or_the_last(engine: Engine) -> None:
     outputs = asyncio.run(collect(engine, request(stream_interval=5)))
-    assert [output.completion_tokens for output in outputs] == [1, 6, 11, 12]
+    counts = [output.completion_tokens for output in outputs]
+    assert counts[-1] == 12 and outputs[-1].finish is not None
+    assert counts[0] < 12, "the first was held back"
+    assert all(later - one >= 5 for one, later in itertools.pairwise(counts[:-1]))
     assert "".join(output.delta for output in outputs) == text_of("hello", 12)
     assert [i for o in outputs for i in o.new_ids] == continuation(list(b"hello"), 12)
 
@@ -258,7 +266,7 @@ def wait_idle(engine: Engine) -> None:
     while not engine.flush_cache():
         assert time.monotonic() < deadline, "a request is still running"
         time.sleep(0.01)
-    assert not engine._client._routes
+    assert not engine._client.routes
 
 
 BAD = [
@@ -278,6 +286,7 @@ BAD = [
     ({"prompt": "a", "sampling_params": {"n": True}}, "n"),
     ({"prompt": "a", "sampling_params": {"stop": ["", "b"]}}, "stop"),
     ({"prompt": "a", "sampling_params": {"stop": [3]}}, "stop"),
+    ({"prompt": "a", "sampling_params": {"stop": ["b", "x" * 4097]}}, "stop"),
     ({"prompt": "a", "sampling_params": {"logit_bias": {"x": 1}}}, "logit_bias"),
     ({"prompt": "a", "sampling_params": {"top_q": 0.5}}, "top_q"),
     ({"prompt": "a", "sampling_params": {"regex": "a+", "ebnf": "x"}}, "ebnf"),
@@ -286,6 +295,15 @@ BAD = [
     ({"prompt": "a", "return_logprob": True, "logprob_start_len": 2}, "logprob_start_len"),
     ({"prompt": "a", "return_logprob": True, "top_logprobs_num": 21}, "top_logprobs_num"),
     ({"prompt": "a", "return_logprob": True, "token_ids_logprob": [999]}, "token_ids_logprob"),
+    ({"prompt": "a", "top_logprobs_num": 5}, "top_logprobs_num"),
+    ({"prompt": "a", "token_ids_logprob": [3]}, "token_ids_logprob"),
+    ({"prompt": "a", "logprob_start_len": 0}, "logprob_start_len"),
+    (
+        {"prompt": ["a", "b"], "return_logprob": [True, False], "top_logprobs_num": [0, 5]},
+        "top_logprobs_num",
+    ),
+    ({"prompt": ["a", "b"], "token_ids_logprob": [[], [3]]}, "token_ids_logprob"),
+    ({"prompt": ["a", "b"], "logprob_start_len": [-1, 0]}, "logprob_start_len"),
     ({"prompt": "a", "rid": 5}, "rid"),
     ({"prompt": "\udcff"}, "text"),
     ({"prompt": "a", "rid": "\ud800"}, "rid"),
@@ -420,24 +438,46 @@ def test_logprobs_are_cumulative_and_end_with_the_stop_string(engine: Engine, st
     assert meta["input_token_logprobs"][1][0] == pytest.approx(-0.098)
 
 
+def test_one_value_for_all_prompts_says_what_those_want_that_want_logprobs() -> None:
+    def wanted(**options: Any) -> list[Any]:
+        return [one.logprobs for one in expand(["a", "b", "c"], **options)[0]]
+
+    some = {"return_logprob": [True, False, True]}
+    two, all_ = LogprobParams(top_num=2, token_ids=(7,)), LogprobParams()
+    assert wanted(**some, top_logprobs_num=2, token_ids_logprob=[7]) == [two, None, two]
+    assert wanted(**some, top_logprobs_num=[2, 0, 2], token_ids_logprob=[[7], [], [7]]) == [
+        two,
+        None,
+        two,
+    ]
+    assert wanted(return_logprob=True) == [all_] * 3
+    for nothing in (None, -1, [-1, -1, None]):
+        assert wanted(logprob_start_len=nothing, top_logprobs_num=0) == [None] * 3
+        assert wanted(**some, logprob_start_len=nothing) == [all_, None, all_]
+
+
 def test_logprobs_are_rendered_as_sglangs_triples() -> None:
-    output = Output(
-        index=0,
-        rid="r",
-        text="b",
-        delta="b",
-        output_ids=[98],
-        new_ids=[98],
-        finish=None,
-        prompt_tokens=2,
-        completion_tokens=1,
-        cached_tokens=0,
-        output_logprobs=TokenLogprobs(
+    said = Transcript(
+        ids=[98],
+        text=io.StringIO("b"),
+        logprobs=TokenLogprobs(
             token_ids=[98], values=[-0.5], top=[[(-0.5, 98), (-1.0, 99)]], ids=[[-3.0]]
         ),
         input_logprobs=TokenLogprobs(
             token_ids=[97, 98], values=[None, -2.0], top=[None, [(-1.0, 97)]], ids=[None, [-4.0]]
         ),
+    )
+    output = Output(
+        index=0,
+        rid="r",
+        transcript=said,
+        text_len=1,
+        delta="b",
+        new_ids=[98],
+        finish=None,
+        prompt_tokens=2,
+        completion_tokens=1,
+        cached_tokens=0,
     )
     wanted = LogprobParams(start_len=0, top_num=2, token_ids=(65,))
     req = GenerateRequest(

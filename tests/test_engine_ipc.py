@@ -28,6 +28,21 @@ def test_messages_cross_both_ways_in_order() -> None:
     api.close()
 
 
+def test_a_message_that_cannot_be_read_is_dropped_and_logged_and_the_others_arrive(caplog) -> None:
+    addresses = Addresses.create()
+    api, engine = addresses.api_end(), addresses.engine_end()
+    for rid in ("first", 5, ["a"], "last"):
+        api.send(Abort(rid=rid))  # type: ignore[arg-type]
+    got: list[Abort] = []
+    while not got or got[-1].rid != "last":
+        engine.wait(5.0)
+        got += engine.drain()
+    assert [message.rid for message in got] == ["first", "last"]
+    assert caplog.text.count("a message was dropped") == 2 and "`str`, got `int`" in caplog.text
+    engine.close()
+    api.close()
+
+
 def test_an_end_that_nobody_closed_is_collected_at_once_with_messages_undelivered() -> None:
     def leave_open() -> None:
         addresses = Addresses.create()

@@ -19,7 +19,7 @@ from fake_engine import continuation
 from test_engine import collect, request, start
 
 from jserve.engine.engine import Engine
-from jserve.errors import EngineDeadError, WeightError
+from jserve.errors import EngineDeadError, RequestError, WeightError
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -48,14 +48,17 @@ async def fails(engine: Engine, after: float, action: Any) -> tuple[str, float]:
     return str(caught.value), time.monotonic() - started
 
 
-def test_a_killed_engine_process_fails_every_open_request_within_two_seconds() -> None:
+def test_a_killed_engine_process_fails_every_open_request_within_two_seconds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with start(inline=False) as engine:
         pid = engine.server_info["pid"]
         assert pid != os.getpid()
         body = engine.generate("hello", {"max_new_tokens": 12})
         assert body["output_ids"] == continuation(list(b"hello"), 12)
         assert engine.flush_cache() and engine.get_server_info()["context_length"] == 512
-        directory = Path(engine._client._channel._directory)  # type: ignore[attr-defined]
+        (directory,) = tmp_path.glob("jserve-*")
         assert directory.stat().st_mode & 0o077 == 0
 
         message, seconds = asyncio.run(fails(engine, 0.1, lambda: os.kill(pid, signal.SIGKILL)))
@@ -119,6 +122,19 @@ def test_the_engine_process_leaves_it_to_the_api_process_when_to_end(number: int
         assert len(engine.generate("hello", {"max_new_tokens": 400})["output_ids"]) == 400
         assert engine.healthy
     assert ends(pid, 1.0)
+
+
+def test_calls_with_arguments_of_other_types_are_refused_and_the_engine_lives() -> None:
+    with start(inline=False) as engine:
+        for rid in (5, ["a"], b"a", None):
+            with pytest.raises(RequestError, match="rid must be a string"):
+                engine.abort(rid)  # type: ignore[arg-type]
+        for mode in (None, ["abort"], {}):
+            with pytest.raises(RequestError, match="mode must be a string"):
+                engine.pause_generation(mode)  # type: ignore[arg-type]
+        with pytest.raises(RequestError, match="mode"):
+            engine.pause_generation(7)  # type: ignore[arg-type]
+        assert len(engine.generate("a", {"max_new_tokens": 4})["output_ids"]) == 4
 
 
 def test_an_engine_process_that_cannot_start_is_one_clear_error() -> None:

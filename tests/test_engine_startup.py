@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jserve.engine.engine import Engine
 from jserve.errors import ConfigError
+from jserve.tokenizer.sources import byte_source
+from jserve.tokenizer.vocabulary import vocabulary_of, with_ends
 
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": 260,
@@ -35,6 +40,7 @@ FLAGS = {
     "compilation_cache_dir": "off",
     "random_seed": 0,
 }
+EVENTS = {"publisher": "zmq"}
 
 
 @pytest.fixture
@@ -44,31 +50,68 @@ def shape(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_a_built_engine_answers_caches_and_compiles_nothing_while_serving(shape: str) -> None:
-    events = {"publisher": "zmq", "endpoint": f"ipc://{shape}.events"}
-    cache = {
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """Of a folder as fine-tunes are published: config.json has the base model's end, the tokenizer
+    the chat's.
+    """
+    folder = tmp_path_factory.mktemp("published")
+    byte_source(SHAPE["vocab_size"]).save(folder)
+    named = json.loads((folder / "tokenizer_config.json").read_text())
+    files = {
+        "config.json": {**SHAPE, "eos_token_id": 2},
+        "generation_config.json": {"eos_token_id": [2, 258, 999]},
+        "tokenizer_config.json": {**named, "eos_token": "<257>"},
+    }
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    cache: dict[str, Any] = {
         "radix_eviction_policy": "slru",
         "radix_eviction_policy_config": '{"protected_threshold": 3}',
-        "kv_events_config": json.dumps(events),
+        "kv_events_config": json.dumps({**EVENTS, "endpoint": f"ipc://{folder}.events"}),
     }
-    with Engine(shape, inline=True, **FLAGS, **cache) as engine:
-        info = engine.get_server_info()
-        assert (info["eviction"], info["protected_threshold"]) == ("slru", 3)
-        assert events.items() <= info["kv_events"].items()
-        assert info["context_length"] == 64 and info["num_slots"] == 2
-        assert info["max_total_num_tokens"] >= 2 * 64 and info["weight_bytes"] > 0
-        assert engine.model_config.num_layers == 2
-        prompts = [list(range(5 + i, 25 + i)) for i in range(5)]
-        params = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
-        alone = [engine.generate(input_ids=ids, sampling_params=params) for ids in prompts]
-        assert engine.flush_cache()
-        batch = engine.generate(input_ids=prompts, sampling_params=params, return_logprob=True)
-        assert [b["output_ids"] for b in batch] == [b["output_ids"] for b in alone]
-        again = engine.generate(input_ids=prompts[0], sampling_params=params)
-        assert again["output_ids"] == alone[0]["output_ids"]
-        assert again["meta_info"]["cached_tokens"] == 16
-        assert [b["meta_info"]["output_token_logprobs_length"] for b in batch] == [8] * 5
-        assert engine.get_server_info()["recompiles_total"] == 0
+    with Engine(str(folder), inline=True, **FLAGS, **cache) as engine:
+        yield engine
+
+
+def test_a_built_engine_answers_caches_and_compiles_nothing_while_serving(engine: Engine) -> None:
+    info = engine.get_server_info()
+    assert (info["eviction"], info["protected_threshold"]) == ("slru", 3)
+    assert EVENTS.items() <= info["kv_events"].items()
+    assert info["context_length"] == 64 and info["num_slots"] == 2
+    assert info["max_total_num_tokens"] >= 2 * 64 and info["weight_bytes"] > 0
+    assert engine.model_config.num_layers == 2
+    prompts = [list(range(5 + i, 25 + i)) for i in range(5)]
+    params = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
+    alone = [engine.generate(input_ids=ids, sampling_params=params) for ids in prompts]
+    assert engine.flush_cache()
+    batch = engine.generate(input_ids=prompts, sampling_params=params, return_logprob=True)
+    assert [b["output_ids"] for b in batch] == [b["output_ids"] for b in alone]
+    again = engine.generate(input_ids=prompts[0], sampling_params=params)
+    assert again["output_ids"] == alone[0]["output_ids"]
+    assert again["meta_info"]["cached_tokens"] == 16
+    assert [b["meta_info"]["output_token_logprobs_length"] for b in batch] == [8] * 5
+    assert engine.get_server_info()["recompiles_total"] == 0
+
+
+def test_the_end_that_only_the_tokenizer_names_ends_a_generation(engine: Engine) -> None:
+    assert engine.model_config.eos_token_ids == (2, 257, 258)  # 999 is no token
+    vocabulary = vocabulary_of(engine.tokenizer, engine.model_config)
+    assert vocabulary.eos_ids == (2, 257, 258) and vocabulary.tokens[257] == b""
+    for wanted in (2, 257, 258):
+        params = {"temperature": 0, "max_new_tokens": 9, "logit_bias": {wanted: 1000}}
+        answer = engine.generate("hi", params)
+        assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": wanted}
+        assert answer["output_ids"] == [wanted] and answer["text"] == ""
+    bias = {257: 1000, 65: 500}
+    answer = engine.generate("hi", {**params, "logit_bias": bias, "min_new_tokens": 3})
+    assert answer["output_ids"] == [65, 65, 65, 257]
+
+
+def test_more_ends_than_a_slot_has_room_for_are_refused(engine: Engine) -> None:
+    crowded = dataclasses.replace(engine.model_config, eos_token_ids=tuple(range(7)))
+    with pytest.raises(ConfigError, match="9 tokens that end a generation.*at most 8"):
+        with_ends(crowded, engine.tokenizer)
 
 
 def test_what_cannot_be_built_is_one_config_error(shape: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -209,11 +210,11 @@ def shown(text: str, name: str, label: str) -> dict[int, float]:
     return {int(sample.labels[label]): sample.value for sample in families[f"jserve:{name}"]}
 
 
-def scrape(engine: Engine, config: Config) -> str:
+def scrape(engine: Engine, config: Config, path: str = "/metrics") -> str:
     async def get() -> str:
         transport = httpx.ASGITransport(app=create_app(engine, config))
         async with httpx.AsyncClient(transport=transport, base_url="http://jserve") as client:
-            return (await client.get("/metrics")).text
+            return (await client.get(path)).text
 
     return asyncio.run(get())
 
@@ -273,6 +274,8 @@ def test_an_engine_tells_how_many_tokens_each_expert_got(
         expected += recount(theirs, [whole]) - recount(theirs, [whole[:cached]])
         info = engine.get_server_info()
         assert info["expert_tokens"] == expected.tolist() and info["recompiles_total"] == 0
+        told = json.loads(scrape(engine, config, "/server_info"))
+        assert told["expert_tokens"] == expected.tolist()
         text = scrape(engine, config)
         assert shown(text, "expert_tokens", "expert") == dict(enumerate(expected.sum(axis=0)))
         balance = expected.mean(axis=1) / expected.max(axis=1)

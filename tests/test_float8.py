@@ -24,12 +24,12 @@ from test_attention_op import (
     call,
     make_batch,
 )
-from tiny_models import NUM_PAGES, Served, oracle, random_tables
+from tiny_models import NUM_PAGES, Served, empty_pool, oracle, random_tables
 from tiny_models import PAGE as TINY_PAGE
 
-from jserve.cache.pool import allocate_pool, bytes_per_page, pool_dtype
+from jserve.cache.pool import pool_dtype, pool_spec
 from jserve.engine.engine import Engine
-from jserve.runner.memory import DeviceMemory
+from jserve.runner.memory import DeviceMemory, local_bytes
 from jserve.types import KVShape
 from pallas_kernels.attention import KVLayer, attend
 from pallas_kernels.float8 import loaded, stored
@@ -150,10 +150,8 @@ def test_the_same_memory_holds_twice_the_tokens() -> None:
     shape = KVShape(num_layers=3, num_kv_heads=2, head_dim=64)
     sizes = {}
     for dtype in ("bfloat16", E4M3, E5M2):
-        leaves = jax.tree.leaves(allocate_pool(shape, 6, 16, dtype, rules))
-        sizes[dtype] = sum(leaf.nbytes for leaf in leaves) // 6
-        assert sizes[dtype] == bytes_per_page(shape, 16, dtype)
-    assert sizes["bfloat16"] == 2 * sizes[E4M3] == 2 * sizes[E5M2]
+        sizes[dtype] = local_bytes(jax.tree.leaves(pool_spec(shape, 1, 16, dtype, rules)))
+    assert sizes["bfloat16"] == 2 * sizes[E4M3] == 2 * sizes[E5M2] == 3 * 16 * 2 * 2 * 64 * 2
     limit = 1 << 30
     pages = {d: DeviceMemory(limit, 0, 0, size).num_pages(0.5) for d, size in sizes.items()}
     assert pages[E4M3] == pages[E5M2] == 2 * pages["bfloat16"]
@@ -226,7 +224,7 @@ def test_log_probabilities_are_near_those_over_a_float32_pool(
     served = Served.of(oracle("LlamaConfig"))
     found = []
     for kind in ("float32", dtype):
-        pool = allocate_pool(served.model.cache, NUM_PAGES, TINY_PAGE, kind, served.rules)
+        pool = empty_pool(served.model, NUM_PAGES, TINY_PAGE, kind, served.rules)
         served = dataclasses.replace(served, kv=pool)
         served.program = jax.jit(served._program, donate_argnums=1)
         steps = [served.step([chunk], tables, bucket=(25, 1)) for chunk in chunks]

@@ -380,8 +380,8 @@ class Slow:
     def __init__(self) -> None:
         self.loading: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
-    def load(self, compiled: CompiledSpec) -> concurrent.futures.Future[Any]:
-        return self.loading
+    def share(self, compiled: CompiledSpec) -> tuple[CompiledSpec, concurrent.futures.Future[Any]]:
+        return compiled, self.loading
 
 
 class Sent:
@@ -505,9 +505,10 @@ def test_what_is_not_meant_for_it_leaves_it_waiting(rig: Any, message: Any) -> N
     assert list(queue.waiting) == ["bound"] and not sent.items
 
 
-def test_a_flush_is_refused_while_a_grammar_is_loaded_but_for_a_pause(rig: Any) -> None:
+@pytest.mark.parametrize("op", ["flush_cache", "may_flush"])
+def test_a_flush_is_refused_while_a_grammar_is_loaded_but_for_a_pause(rig: Any, op: str) -> None:
     queue, slow, sent = rig
-    flush = Control(id="1", op="flush_cache")
+    flush = Control(id="1", op=op)
     assert queue.sift([BOUND, flush], sent) == []
     assert sent.items == [ControlReply(id="1", ok=False)] and list(queue.waiting) == ["bound"]
     slow.paused = True

@@ -238,8 +238,8 @@ def test_ebnf_is_read_alike(name: str, text: str, right: list[str], wrong: list[
         ('item ::= "x"', "there is no rule root"),
         ("", "there is no rule root"),
         ("root ::= " + "(" * 200 + ")" * 200, "more than 100 groups"),
-        ("root ::= root", "no text can satisfy it"),
-        ("root ::= " + " | ".join(f'"w{i}" root' for i in range(3000)), "at most 2000 may"),
+        ("root ::= root", "no text can satisfy the rule root"),
+        ('root ::= "x" | ' + " | ".join(f'"w{i}" root' for i in range(3000)), "at most 2000 may"),
     ],
 )
 def test_an_error_in_ebnf_is_named_with_its_place(text: str, message: str) -> None:
@@ -272,6 +272,26 @@ def test_ebnf_with_an_error_is_refused(name: str, text: str) -> None:
     with pytest.raises(GrammarError) as caught:
         load(name, "ebnf", text)
     assert str(caught.value)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ('root ::= "a" root', "root"),
+        ('root ::= "a" | b\nb ::= "(" c ")"\nc ::= b | "x" c', "b"),
+        ('root ::= "a" ("," more)*\nmore ::= "b" more+', "more"),
+    ],
+)
+def test_a_rule_that_no_text_ends_is_refused_by_name(name: str, text: str, rule: str) -> None:
+    with pytest.raises(GrammarError, match=f"^no text can satisfy the rule {rule}: it leads back"):
+        load(name, "ebnf", text)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rules_that_lead_back_and_end_are_taken(name: str) -> None:
+    text = 'root ::= "a" root | b\nb ::= "(" b? ")"\nnowhere ::= "x" nowhere'
+    assert taken(load(name, "ebnf", text), ["aa(())", "aa"]) == ["aa(())"]
 
 
 def test_lookahead_in_ebnf_is_refused() -> None:
@@ -331,6 +351,21 @@ def test_structural_tags_with_an_error_are_refused(name: str, text: str, message
     with pytest.raises(GrammarError) as caught:
         load(name, "structural_tag", text)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"type": "array", "minItems": -1}, "minItems at #/structures/0/schema must be"),
+        ({"properties": {"a": {"not": {}}}}, "at #/structures/0/schema"),
+        ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "what #/structures/0/schema re"),
+    ],
+)
+def test_a_place_in_the_old_form_is_the_callers(name: str, schema: Any, place: str) -> None:
+    with pytest.raises(GrammarError) as caught:
+        load(name, "structural_tag", old_tag(schema))
+    assert place in str(caught.value)
 
 
 def new_tag(format: Any) -> str:
@@ -393,8 +428,14 @@ def test_the_new_form_takes_schemas_regexes_and_sequences() -> None:
             {"type": "json_schema", "json_schema": {"type": "string", "minLength": 2}},
             "minLength at ",
         ),
-        ({"type": "regex", "pattern": "(?=a)"}, "lookahead"),
-        ({"type": "grammar", "grammar": 'root ::= "a" (="b")'}, "lookahead"),
+        (
+            {"type": "sequence", "elements": [{"type": "regex", "pattern": "(?=a)"}]},
+            "#/format/elements/0/pattern: the regular expression has lookahead",
+        ),
+        (
+            {"type": "grammar", "grammar": 'root ::= "a" (="b")'},
+            "#/format/grammar: lookahead (=…) in line 1",
+        ),
         ({"type": "json_schema", "json_schema": CLOSED, "any_order": True}, "any_order"),
         ({"type": "json_schema", "json_schema": CLOSED, "style": "qwen_xml"}, "style"),
         ({"type": "nonsense"}, "nonsense"),

@@ -138,17 +138,6 @@ def test_letters_of_several_bytes_are_taken_byte_by_byte(name: str) -> None:
     assert allowed(matcher) == {10, 12, 13}
 
 
-def test_a_limit_of_the_library_leaves_nothing_allowed_and_nothing_finished() -> None:
-    matcher = start("llguidance", "((a{0,9}b?){0,999}c?){0,9999}")
-    rng = np.random.default_rng(1)
-    for _ in range(2000):
-        going = sorted(allowed(matcher) - set(VOCABULARY.eos_ids))
-        if not going:
-            break
-        assert matcher.accept(int(rng.choice(going)))
-    assert not allowed(matcher) and not matcher.finished and not matcher.accept(0)
-
-
 @pytest.mark.parametrize("name", ["llguidance", "xgrammar"])
 def test_what_must_come_next_is_told(name: str) -> None:
     matcher = start(name, "abc(?:a|b)")

@@ -15,9 +15,11 @@ from jserve.engine.sampling_params import sampling_from_dict
 from jserve.errors import RequestError
 from jserve.grammar.backend import Backend, GrammarError, Template
 from jserve.grammar.choice import make_backend
+from jserve.grammar.llguidance_backend import LLGuidanceBackend
 from jserve.grammar.places import too_deep, value_too_deep
 from jserve.grammar.schema_check import check_schema
 from jserve.grammar.spec import JSON_OBJECT
+from jserve.grammar.tag_check import check_tag_schema
 from jserve.types import GrammarSpec
 
 DATA = Path(__file__).parent / "data" / "json_schema_suite.json"
@@ -124,7 +126,9 @@ def nested(depth: int) -> dict[str, Any]:
         (nested(150), "nested too deeply: 151 levels at #/items/items/"),
         ({"properties": {"a": 3}}, "#/properties/a is no schema"),
         ({"items": [1]}, "#/items/0 is no schema"),
-        (False, "false allows nothing"),
+        (False, "# is false, which allows nothing"),
+        (None, "# must be an object, got null"),
+        ([], "# must be an object, got []"),
         ({"type": "string", "minLength": 3, "maxLength": 1}, "no value can satisfy it: minLength"),
         ({"const": "\0", "properties": {"a": TEXT}}, "control characters"),
         ({"oneOf": [INTEGER, {"type": "number"}]}, "oneOf"),
@@ -155,6 +159,123 @@ def test_what_cannot_be_enforced_is_refused_by_name_and_place(
 
 def test_what_no_instance_can_meet_is_not_refused(backend: Backend) -> None:
     load(backend, {"type": "integer", "$defs": {"unused": {"not": {}, "uniqueItems": True}}})
+
+
+RANGE = {"type": "integer", "minimum": 5, "maximum": 3}
+RANGE_WHY = "minimum (5) is greater than maximum (3)"
+
+
+def required(name: str, schema: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {name: schema}, "required": [name]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "why"),
+    [
+        (RANGE, f"{RANGE_WHY} at #"),
+        (required("a", required("b/~", RANGE)), f"{RANGE_WHY} at #/properties/a/properties/b~1~0"),
+        (
+            required("a", required("b", RANGE))
+            | {"properties": {"c": required("b", RANGE), "a": required("b", RANGE)}},
+            f"{RANGE_WHY} at #/properties/a/properties/b",  # c need not be there
+        ),
+        (
+            {**required("a", {"$ref": "#/$defs/x"}), "$defs": {"x": required("b", RANGE)}},
+            f"{RANGE_WHY} at #/$defs/x/properties/b",
+        ),
+        ({"type": "array", "items": RANGE, "minItems": 1}, f"{RANGE_WHY} at #/items"),
+        (
+            {"type": "array", "prefixItems": [INTEGER, RANGE], "minItems": 2},
+            f"{RANGE_WHY} at #/prefixItems/1",
+        ),
+        (
+            {"type": "object", "additionalProperties": RANGE, "required": ["z"]},
+            f"{RANGE_WHY} at #/additionalProperties",
+        ),
+        (required("a", {"allOf": [TEXT, INTEGER]}), "incompatible types at #/properties/a"),
+        (required("a", False), "false allows nothing at #/properties/a"),
+        (
+            required("a", {**TEXT, "pattern": "^a$", "maxLength": 0}),
+            "its pattern, format and lengths exclude each other at #/properties/a",
+        ),
+        (
+            {"type": "object", "required": ["z"], "additionalProperties": False},
+            "required property 'z' is unsatisfiable at #",
+        ),
+    ],
+)
+def test_a_contradiction_is_named_with_its_place(backend: Backend, schema: Any, why: str) -> None:
+    with pytest.raises(GrammarError) as caught:
+        load(backend, schema)
+    assert str(caught.value) == f"no value can satisfy it: {why}"
+
+
+def test_a_contradiction_in_a_structural_tag_is_named_with_its_place() -> None:
+    one = {"begin": "<f>", "schema": required("a", RANGE), "end": "</f>"}
+    fine = {"begin": "<g>", "schema": INTEGER, "end": "</g>"}
+    tag = json.dumps({"structures": [fine, one], "triggers": ["<"]})
+    with pytest.raises(GrammarError) as caught:
+        LLGuidanceBackend(BYTES).compile(GrammarSpec(kind="structural_tag", text=tag))
+    place = "#/structures/1/schema/properties/a"
+    assert str(caught.value) == f"no value can satisfy it: {RANGE_WHY} at {place}"
+
+
+ENDLESS = {"type": "object", "properties": {"a": {"$ref": "#/$defs/x"}}, "required": ["a"]}
+LIST = {"type": "array", "items": {"$ref": "#"}}
+ONE_OF = [{"type": "null"}, {"$ref": "#"}]
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "#"),
+        ({"$ref": "#/$defs/x", "$defs": {"x": ENDLESS}}, "#"),
+        ({"anyOf": [INTEGER, {"$ref": "#/$defs/x"}], "$defs": {"x": ENDLESS}}, "#/anyOf/1"),
+        (
+            {"type": "object", "properties": {"b": ENDLESS}, "$defs": {"x": ENDLESS}},
+            "#/properties/b",
+        ),
+        ({"type": "object", "additionalProperties": {"$ref": "#"}, "required": ["b"]}, "#"),
+        ({**LIST, "minItems": 1}, "#"),
+        ({"type": "array", "prefixItems": [INTEGER, {"$ref": "#"}], "minItems": 2}, "#"),
+        ({"allOf": [{"type": "array"}, {"$ref": "#"}]}, "#"),
+        ({"oneOf": [ENDLESS, {**LIST, "minItems": 1}], "$defs": {"x": {"$ref": "#"}}}, "#"),
+    ],
+)
+def test_what_only_endless_values_meet_is_refused_with_its_place(
+    backend: Backend, schema: Any, place: str
+) -> None:
+    why = f"no text can satisfy it: what {place} requires leads back to itself without an end"
+    with pytest.raises(GrammarError) as caught:
+        load(backend, schema)
+    assert str(caught.value) == why
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        (LIST, "[[],[[]]]"),
+        ({"type": "object", "properties": {"a": {"$ref": "#"}}}, '{"a":{"a":{}}}'),
+        ({"type": ["array", "null"], "items": {"$ref": "#"}, "minItems": 1}, "[[null]]"),
+        ({"type": "array", "prefixItems": [INTEGER, {"$ref": "#"}], "minItems": 1}, "[1,[2]]"),
+        ({"properties": {"a": {"$ref": "#"}}, "required": ["a"]}, '{"a":1}'),
+        (
+            {"type": "object", "properties": {"n": {"anyOf": ONE_OF}}, "required": ["n"]},
+            '{"n":{"n":null}}',
+        ),
+    ],
+)
+def test_what_leads_back_to_itself_and_can_end_is_taken(
+    backend: Backend, schema: Any, text: str
+) -> None:
+    assert taken(load(backend, schema), [text]) == [text]
+
+
+def test_schemas_in_structural_tags_must_have_an_end_too() -> None:
+    for schema in ({"$ref": "#"}, {**LIST, "minItems": 1}):
+        with pytest.raises(GrammarError, match="no text can satisfy it: what #/x requires leads"):
+            check_tag_schema(schema, "#/x")
+    assert check_tag_schema(dict(LIST), "#/x")
 
 
 def test_words_that_are_no_keywords_of_any_draft_are_annotations(backend: Backend) -> None:

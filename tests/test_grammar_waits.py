@@ -8,15 +8,19 @@ import contextlib
 import re
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from test_grammar_engine import first, start
 
+from jserve.config import SchedulerOptions
 from jserve.engine.engine import Engine
 from jserve.engine.flush import flush_when_idle
+from jserve.engine.grammar_waits import GrammarWaits
+from jserve.engine.route import Route
 from jserve.errors import QueueFullError, RequestError, TimedOutError
-from jserve.types import GenerateRequest, GrammarSpec, SamplingParams
+from jserve.grammar.backend import GrammarUnavailable
+from jserve.types import ControlReply, Gauges, GenerateRequest, GrammarSpec, SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +49,14 @@ def never(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> concurrent.futures
     return future
 
 
+@pytest.fixture
+def left(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Compilations that requests wait for no more, in order."""
+    left: list[Any] = []
+    monkeypatch.setattr(engine.grammars, "_leave", lambda spec, future: left.append(future))
+    return left
+
+
 def test_a_waiting_grammar_delays_its_own_request_only(
     engine: Engine, never: concurrent.futures.Future[Any]
 ) -> None:
@@ -66,7 +78,7 @@ def test_a_waiting_grammar_delays_its_own_request_only(
 
 
 def test_a_client_that_leaves_while_its_grammar_compiles_is_forgotten(
-    engine: Engine, never: concurrent.futures.Future[Any]
+    engine: Engine, never: concurrent.futures.Future[Any], left: list[Any]
 ) -> None:
     async def run() -> None:
         request = GenerateRequest(text="a", rid="leaver", sampling=SamplingParams(regex="slow"))
@@ -75,8 +87,8 @@ def test_a_client_that_leaves_while_its_grammar_compiles_is_forgotten(
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        assert not engine._client.aborted_early
-        assert not never.cancelled()  # others may wait for it
+        assert not engine._client.routes
+        assert not never.cancelled() and left == [never]  # others may wait for it
 
     asyncio.run(run())
 
@@ -84,7 +96,7 @@ def test_a_client_that_leaves_while_its_grammar_compiles_is_forgotten(
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("how", ["id", "all", "pause"])
 def test_an_abort_ends_a_request_at_once_whose_grammar_compiles(
-    engine: Engine, never: concurrent.futures.Future[Any], how: str, n: int
+    engine: Engine, never: concurrent.futures.Future[Any], left: list[Any], how: str, n: int
 ) -> None:
     async def run() -> None:
         sampling = SamplingParams(regex="slow", n=n)
@@ -99,7 +111,7 @@ def test_an_abort_ends_a_request_at_once_whose_grammar_compiles(
         for output in await asyncio.wait_for(waiting, 5):
             assert output.finish.type == "abort" and not output.output_ids
             assert output.finish.status_code is None and output.prompt_tokens == 1
-        assert not never.done() and not engine._client.aborted_early
+        assert not never.done() and not engine._client.routes and left == [never]
 
     asyncio.run(run())
 
@@ -140,7 +152,7 @@ def test_an_abort_reaches_the_members_of_a_batch_that_wait_for_a_grammar(
         engine.abort("b_0")
         outputs = await asyncio.wait_for(waiting, 5)
         assert [one.finish.type for one in outputs] == ["abort", "stop", "abort"]
-        assert outputs[1].text == "abc" and not engine._client.aborted_early
+        assert outputs[1].text == "abc" and not engine._client.routes
 
     asyncio.run(run())
 
@@ -185,7 +197,7 @@ def test_an_id_that_waits_for_a_grammar_is_its_own_beside_any_other_request(
             await asyncio.sleep(0.05)
             with pytest.raises(RequestError, match=f"rid {rid} is in use"):
                 await asyncio.wait_for(every(engine, OTHERS[other]), 5)
-            assert list(engine._client.aborted_early) == [rid] and not engine._client._routes
+            assert list(engine._client.routes) == [rid]
             if not ended:
                 engine.abort(rid)
             elif not never.done():
@@ -193,7 +205,7 @@ def test_an_id_that_waits_for_a_grammar_is_its_own_beside_any_other_request(
                 never.set_result(await asyncio.wrap_future(engine.grammars._compile(spec)))
             (output,) = await asyncio.wait_for(waiting, 5)
             assert (output.finish.type, output.text) == (("abort", ""), ("stop", "fast"))[ended]
-        assert not engine._client.aborted_early
+        assert not engine._client.routes
 
     asyncio.run(run())
 
@@ -211,7 +223,7 @@ def test_a_grammar_is_not_compiled_for_an_id_of_a_running_request(
                 await asyncio.wait_for(first(engine, slow), 5)
             last = [output async for output in outputs][-1]
             assert last.finish is not None and last.finish.type == "length"
-            assert not engine._client.aborted_early
+            assert not engine._client.routes
 
     asyncio.run(run())
 
@@ -260,6 +272,18 @@ def limited() -> Iterator[Engine]:
         for text in ("known", "b"):
             engine.grammars._compile(GrammarSpec(kind="regex", text=text)).result(60)
         yield engine
+
+
+def test_a_grammar_that_may_be_tried_again_is_no_fault_of_its_request(
+    engine: Engine, never: concurrent.futures.Future[Any]
+) -> None:
+    never.set_exception(GrammarUnavailable("others wait: try again later"))
+    slow = GenerateRequest(text="a", sampling=SamplingParams(regex="slow"))
+    with pytest.raises(
+        TimedOutError, match="regex grammar: others wait: try again later"
+    ) as caught:
+        asyncio.run(first(engine, slow))
+    assert caught.value.status_code == 503
 
 
 def test_waits_for_grammars_count_for_the_queue_limit_and_what_is_known_does_not_wait(
@@ -313,6 +337,61 @@ def test_a_wait_for_a_grammar_ends_with_the_waiting_timeout(
         with pytest.raises(TimedOutError, match=r"longer than 2 s \(--req-waiting-timeout\)"):
             await first(limited, GenerateRequest(text="a", sampling=SamplingParams(regex="new")))
         assert 1.9 < time.monotonic() - start < 9
-        assert not hold.cancelled() and not limited._client.aborted_early
+        assert not hold.cancelled() and not limited._client.routes
 
     asyncio.run(run())
+
+
+def test_a_wait_that_is_over_is_told_to_the_compiler(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold, told = concurrent.futures.Future[Any](), []
+    compiler = engine.grammars._ready()
+    monkeypatch.setattr(compiler, "compile", lambda spec: hold)
+    monkeypatch.setattr(compiler, "leave", lambda *which: told.append(which))
+
+    async def run() -> None:
+        request = GenerateRequest(text="a", sampling=SamplingParams(regex="left alone"))
+        waiting = asyncio.create_task(first(engine, request))
+        await asyncio.sleep(0.05)
+        assert not told
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert told == [(GrammarSpec(kind="regex", text="left alone"), hold)]
+
+    asyncio.run(run())
+
+
+class Ranked:
+    """The client of an engine with so many ranks, in whose queues `queued` wait together."""
+
+    def __init__(self, ranks: float | None, queued: int) -> None:
+        self.gauges = Gauges(values={} if ranks is None else {"num_dp_ranks": ranks})
+        self.queued = queued
+
+    async def control(self, op: str) -> ControlReply:
+        return ControlReply(id="1", ok=True, payload={"num_queue_reqs": self.queued})
+
+
+@pytest.mark.parametrize(
+    ("ranks", "queued", "room"),
+    [(None, 3, True), (None, 4, False), (2.0, 4, True), (2.0, 7, True), (2.0, 8, False)],
+)
+def test_the_queue_limit_holds_for_the_queues_of_all_ranks_together(
+    ranks: float | None, queued: int, room: bool
+) -> None:
+    client = cast(Any, Ranked(ranks, queued))
+    waits = GrammarWaits(client, SchedulerOptions(max_queued_requests=4))
+    done = concurrent.futures.Future[Any]()
+    done.set_result("compiled")
+
+    async def run() -> Any:
+        claims = [Route("one", 1, asyncio.get_running_loop())]
+        return await waits.compiled(claims, lambda: done, lambda future: None)
+
+    if room:
+        assert asyncio.run(run()) == "compiled"
+    else:
+        with pytest.raises(QueueFullError):
+            asyncio.run(run())

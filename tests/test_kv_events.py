@@ -149,7 +149,8 @@ def churn(
         elif draw > 0.985:
             while leases:
                 manager.release(leases.pop()[0])
-            happened["flush"] += manager.flush()
+            manager.reset()
+            happened["flush"] += 1
         check()
     for lease, _ in leases:
         manager.release(lease)
@@ -302,7 +303,7 @@ def test_only_so_many_batches_are_kept_for_replay(endpoints, context):
 
 
 def test_a_slow_subscriber_loses_messages_but_never_blocks_the_cache(endpoints, context):
-    events = publisher(4000, 1, hwm=1, max_queue_size=8, **endpoints)
+    events = publisher(4000, 1, hwm=1, **endpoints)
     asleep = listening(context, events, endpoints["endpoint"], hwm=1)
     manager = CacheManager(4000, 1, observer=events.observer)
     started = time.monotonic()
@@ -320,6 +321,50 @@ def test_a_slow_subscriber_loses_messages_but_never_blocks_the_cache(endpoints, 
         asleep.recv_multipart()
         received += 1
     assert 0 < received < total, (received, total)
+    events.close()
+
+
+def test_hashing_that_cannot_keep_up_holds_nobody_up_and_nothing_false_is_told(
+    endpoints, context, caplog
+):
+    events = publisher(64, 2, max_queue_size=200, buffer_steps=100_000, **endpoints)
+    manager, subscriber = CacheManager(64, 2, observer=events.observer), Subscriber()
+    stuck, go_on, told = threading.Event(), threading.Event(), 0
+
+    def hash_slowly() -> None:
+        stuck.set()
+        assert go_on.wait(30)
+
+    def follow() -> dict[int, tuple[int, ...]]:
+        """What the events tell is cached by now."""
+        nonlocal told
+        wait_until(lambda: events._changes.empty())
+        for number, payload in replayed(context, endpoints["replay_endpoint"], told):
+            subscriber.take(msgspec.msgpack.decode(payload, type=EventBatch).events)
+            told = number + 1
+        return subscriber.blocks
+
+    churn(manager, 100, seed=1)
+    assert follow() == blocks_of(manager.tree)
+    events._put(hash_slowly)
+    assert stuck.wait(10)
+    started = time.monotonic()
+    churn(manager, 1000, seed=2)
+    assert time.monotonic() - started < 10 and not go_on.is_set()
+    assert events._changes.qsize() == 201
+    assert "200 changes wait; the next are not published" in caplog.text
+    go_on.set()
+
+    shares = []
+    for seed in range(3, 30):
+        known, held = follow().items(), blocks_of(manager.tree).items()
+        assert known <= held
+        shares.append(len(known) / max(len(held), 1))
+        churn(manager, 20, seed)
+    assert shares[0] == 0 and max(shares) > 0  # what comes later is told again
+    manager.reset()
+    churn(manager, 20, seed=40)
+    assert follow() == blocks_of(manager.tree) != {}
     events.close()
 
 

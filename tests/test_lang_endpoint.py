@@ -11,6 +11,7 @@ import pytest
 from native_server import NativeServer, answer_of, logprob, running
 
 import jserve.lang as sgl
+from jserve.errors import RequestError
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -287,7 +288,7 @@ def test_a_key_is_sent(served):
 
 
 def test_where_nobody_serves_the_endpoint_says_so():
-    with pytest.raises(sgl.BackendError, match="GET /get_model_info"):
+    with pytest.raises(sgl.BackendError, match="GET /get_model_info at http://127.0.0.1:9: "):
         sgl.RuntimeEndpoint("http://127.0.0.1:9")
     with pytest.raises(sgl.ExpressionError, match="no chat template is called"):
         sgl.RuntimeEndpoint("http://127.0.0.1:9", chat_template_name="nonsense")
@@ -309,3 +310,49 @@ def test_the_stand_in_itself_speaks_the_contract(served):
     ) as reply:
         lines = [line for line in reply.iter_lines() if line]
     assert lines[-1] == "data: [DONE]" and len(lines) == 3
+
+
+@pytest.mark.parametrize(
+    "given", [None, 5, "", "127.0.0.1:30000", "ftp://a", "http://", "http://a:b"]
+)
+def test_what_is_no_address_is_told_before_anything_is_asked(given):
+    with pytest.raises(sgl.ExpressionError, match="base_url must be a server's address such as ht"):
+        sgl.RuntimeEndpoint(given)
+
+
+def test_a_wrong_path_is_a_refusal_of_the_server(served):
+    with pytest.raises(sgl.RefusedError, match="GET /get_model_info → 404"):
+        sgl.RuntimeEndpoint(f"{served[1]}/v1")
+    assert issubclass(sgl.RefusedError, sgl.BackendError)
+
+
+def test_a_backend_that_is_shut_down_twice_was_shut_down_once(served):
+    before = set(threading.enumerate())
+    for backend in (sgl.RuntimeEndpoint(served[1]), sgl.OpenAI("m"), sgl.TestBackend()):
+        backend.shutdown()
+        backend.shutdown()
+    assert set(threading.enumerate()) <= before
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("temperature", float("nan"), "Out of range float"),
+        ("logit_bias", {1: float("inf")}, "Out of range float"),
+        ("top_p", object(), "not JSON serializable"),
+    ],
+)
+def test_what_json_cannot_say_names_its_parameter(server, backend, name, value, why, stream):
+    @sgl.function
+    def program(s):
+        s += "a" + sgl.gen("x", **{name: value})
+
+    api = sgl.OpenAI("m", False, base_url=backend.base_url)
+    for one in (backend, api):
+        with pytest.raises(sgl.ProgramError, match=rf"{name} cannot be sent: .*{why}") as caught:
+            _ = program.run(backend=one, stream=stream)["x"]
+        assert isinstance(caught.value.__cause__, RequestError)
+        assert caught.value.__cause__.param == name
+    assert server.requests == []
+    api.shutdown()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
 import pytest
 from native_server import NativeServer, running
 
 import jserve.lang as sgl
 from jserve.__main__ import main
+from jserve.lang import tracing
 from jserve.lang.explain import as_html, as_text, lines_of
 
 PROGRAM = """
@@ -160,3 +163,95 @@ def test_pictures_of_the_same_steps_agree():
     assert "(100 characters)" in as_text("p", steps)
     assert as_html("<p>", steps).count("<tr") == 2 and "<p>" in as_html("p", steps)
     assert "<title>&lt;p&gt;</title>" in as_html("<p>", steps)
+
+
+GUIDE = Path(__file__).parents[1] / "docs" / "language.md"
+
+
+def test_the_guides_own_example_is_shown_whole(tmp_path, capsys):
+    blocks = re.findall(r"^```python run\n(.*?)^```$", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
+    block = next(one for one in blocks if "def tips(" in one)
+    path = tmp_path / "programs.py"
+    path.write_text("import jserve.lang as sgl\n" + block[: block.index("\nstate")])
+    for more in ([], ["--args", '{"topic": "tea"}']):
+        assert main(["lang", "explain", str(path), "--function", "tips", *more]) == 0
+        shown = capsys.readouterr()
+        assert "├─ gen      end" in shown.out and "├─ end" not in shown.out and not shown.err
+
+
+BROKEN = """
+import jserve.lang as sgl
+
+@sgl.function
+def at_once(s, topic):
+    s += f"On {topic}:" + sgl.gen("x")
+
+@sgl.function
+def later(s, topic):
+    s += "On " + topic + ":" + sgl.gen("x")
+    s += "".join([s["x"], "!"])
+
+@sgl.function
+def hangs(s, topic):
+    s += "On " + topic
+    while True:
+        pass
+"""
+
+
+@pytest.fixture
+def broken(tmp_path):
+    path = tmp_path / "broken.py"
+    path.write_text(BROKEN)
+    return path
+
+
+def test_a_trace_that_cannot_begin_is_an_error_with_the_place_and_the_way_out(broken, capsys):
+    assert main(["lang", "explain", str(broken), "--function", "at_once"]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.count("\n") == 1
+    for part in (
+        "broken.py:6",
+        "the argument topic has no value",
+        "with +, not",
+        "--args",
+        "--url",
+    ):
+        assert part in shown.err
+    argv = ["lang", "explain", str(broken), "--function", "at_once", "--args", '{"topic": "tea"}']
+    assert main(argv) == 0 and "gen      x" in capsys.readouterr().out
+
+
+def test_what_a_trace_found_before_it_ended_is_shown_with_the_place_of_its_end(broken, capsys):
+    assert main(["lang", "explain", str(broken), "--function", "later"]) == 0
+    shown = capsys.readouterr()
+    assert re.search(r"├─ gen +x +broken.py:10\n├─ end +TypeError: .* broken.py:11\n", shown.out)
+    assert "the picture ends where the trace ended; --args gives" in shown.err
+
+
+@pytest.mark.parametrize("more", [[], ["--args", '{"topic": "tea"}']])
+def test_a_program_that_hangs_is_traced_once(broken, capsys, monkeypatch, more):
+    monkeypatch.setattr(tracing, "MOST_SECONDS", 0.2)
+    traces = []
+    trace = tracing.trace
+    monkeypatch.setattr(tracing, "trace", lambda *args: traces.append(1) or trace(*args))
+    assert main(["lang", "explain", str(broken), "--function", "hangs", *more]) == 0
+    shown = capsys.readouterr()
+    assert re.search(r"├─ end +the program did not end .* broken.py:1[67]\n", shown.out)
+    assert len(traces) == 1 and "--args" not in shown.err
+
+
+def test_arguments_may_be_called_as_flags_and_parameters_are(tmp_path, capsys):
+    path = tmp_path / "named.py"
+    path.write_text(
+        "import jserve.lang as sgl\n"
+        "@sgl.function\n"
+        "def named(s, temperature, backend, stream=0):\n"
+        "    s += 'At ' + temperature + backend + sgl.gen('x', max_tokens=2)\n"
+    )
+    given = ["--args", '{"temperature": "noon", "backend": " here"}']
+    assert main(["lang", "explain", str(path), *given]) == 0
+    assert "text     'noon here'" in capsys.readouterr().out
+    with running(NativeServer().app) as url:
+        assert main(["lang", "explain", str(path), *given, "--url", url]) == 0
+    assert "At '" in (shown := capsys.readouterr().out) and "noon here" in shown

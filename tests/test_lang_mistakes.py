@@ -81,6 +81,21 @@ def test_what_is_added_already_is_not_added_again(make, add):
     assert len(held) == 2
 
 
+def test_a_message_with_a_text_is_no_block(make):
+    @sgl.function
+    def program(s):
+        s += "q"
+        with untyped_user(s, "x"):
+            s += "y"
+
+    with pytest.raises(sgl.ExpressionError, match=r"has added .* a block is with s\.user\(\):"):
+        program.run(backend=make())
+
+
+def untyped_user(s, text) -> Any:
+    return s.user(text)
+
+
 @pytest.mark.parametrize(
     "add",
     [
@@ -495,3 +510,59 @@ def test_a_type_checker_tells_wrong_lines_from_right_ones(tmp_path):
     told = {int(line) for line in re.findall(r"typed\.py:(\d+):\d+ - error", done.stdout)}
     wrong = {at for at, line in enumerate(_TYPED.split("\n"), 1) if "# wrong" in line}
     assert told == wrong, done.stdout
+
+
+# Texts that cannot be.
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda s: s.__iadd__("a\ud800"),
+        lambda s: s.__iadd__(sgl.user("a\ud800")),
+        lambda s: s.__iadd__(sgl.select("x", ["a", "\ud800"])),
+        lambda s: s.__iadd__(sgl.gen("x", stop="\ud800")),
+        lambda s: s.__iadd__(sgl.gen("x", stop_regex=["a", "\ud800"])),
+        lambda s: s.__iadd__(sgl.gen("x", regex="\ud800")),
+        lambda s: s.__iadd__(sgl.gen("x", ebnf="\ud800")),
+    ],
+)
+def test_half_a_character_is_told_where_it_is_written(make, write):
+    with pytest.raises(sgl.ExpressionError, match=r"holds half of a surrogate pair.*\\ud800'"):
+        sgl.function(lambda s: write(s)).run(backend=make())
+
+
+def test_an_empty_regex_is_told_where_it_is_written():
+    with pytest.raises(sgl.ExpressionError, match="regex '' cannot be used: it is empty"):
+        sgl.gen("x", regex="")
+
+
+def test_a_program_that_is_called_with_anothers_state_says_whose_it_has(make):
+    @sgl.function
+    def inner(s, word):
+        s += word
+
+    @sgl.function
+    def outer(s):
+        with pytest.raises(sgl.ExpressionError, match="1 argument, got 2: it has a state of its o"):
+            inner(s, "Hi")
+        return inner("Hi").text()
+
+    backend = make()
+    sgl.set_default_backend(backend)
+    try:
+        assert outer.run(backend=backend).ret_value == "Hi"
+        assert outer.trace().ended is None
+    finally:
+        sgl.set_default_backend(None)
+
+
+def test_each_of_n_answers_takes_its_own_of_the_script(make):
+    @sgl.function
+    def program(s):
+        s += "q" + sgl.gen("one", n=2) + sgl.gen("two", n=2)
+
+    state = program.run(backend=make({"one": "same", "two": ["a", "b"]}))
+    assert state["one"] == ["same", "same"] and state["two"] == ["a", "b"]
+    short = program.run(backend=make({"one": "same", "two": ["a"]}))
+    assert "the script has only 1 answers for 'two'" in str(short.error())

@@ -403,3 +403,15 @@ def test_clients_leave_no_thread_behind(served):
     for _ in range(3):
         once()
     assert set(threading.enumerate()) <= before
+
+
+def test_an_api_that_is_none_or_nowhere_is_told_by_its_address():
+    untyped: Any = sgl.OpenAI
+    for given in ({"base_url": 5}, {"base_url": "localhost:9"}, {"model_name": None}):
+        with pytest.raises(sgl.ExpressionError, match=rf"^{next(iter(given))} must be a "):
+            untyped(**{"model_name": "m", **given})
+    backend = sgl.OpenAI("m", base_url="http://127.0.0.1:9/v1")
+    assert "POST /chat/completions at http://127.0.0.1:9/v1: " in str(
+        talk.run(backend=backend).error()
+    )
+    backend.shutdown()

@@ -105,13 +105,30 @@ def test_arguments_by_place_by_name_bound_and_wrong(make):
     backend = make({"answer": "a", "second": "b"})
     assert "USER:two" in ask.run("one", "two", backend=backend).text()
     bound = ask.bind(more="fixed")
-    assert "USER:fixed" in bound.run(question="q", more="given", backend=backend).text()
+    for run in (
+        lambda: bound.run(question="q", more="given", backend=backend),
+        lambda: bound.run("q", "given", backend=backend),
+        lambda: bound.run_batch([{"question": "q", "more": "given"}], backend=backend)[0],
+    ):
+        with pytest.warns(
+            UserWarning, match="ask: more is bound to 'fixed', what is given"
+        ) as told:
+            assert "USER:fixed" in run().text()
+        assert told[0].filename == __file__
     for wrong, message in (
         (lambda: ask.run("a", "b", "c", backend=backend), "takes 2 arguments, got 3"),
-        (lambda: ask.run(qestion="a", backend=backend), "has no argument qestion"),
-        (lambda: ask.bind(other=1), "has no argument other"),
+        (lambda: ask.run(qestion="a", backend=backend), "no argument qestion; did you mean quest"),
+        (
+            lambda: ask.run("a", max_tokens=3),
+            "no argument max_tokens; did you mean max_new_tokens?",
+        ),
+        (lambda: ask.run("a", question="b"), "ask: question is given twice."),
+        (lambda: ask.bind(other=1), "has no argument other."),
+        (lambda: ask.bind(top_p=1), "no argument top_p; a sampling parameter goes to run or run_b"),
+        (lambda: ask.trace(mor="a"), "has no argument mor; did you mean more?"),
         (lambda: ask.run_batch([()], backend=backend), "takes 1 to 2 arguments (question, more)"),
-        (lambda: ask.run_batch([], temprature=1, backend=backend), "has no argument temprature"),
+        (lambda: ask.run_batch([], temprature=1, backend=backend), "did you mean temperature?"),
+        (lambda: ask.run_batch([{"question": "a", "n": 1}], backend=backend), "goes to run or run"),
         (lambda: ask.run("a"), "no backend: pass backend="),
     ):
         with pytest.raises(sgl.ExpressionError, match=re.escape(message)):
@@ -233,10 +250,6 @@ def test_reasoning_is_told_from_the_answer_under_a_name_of_its_own(make):
     backend = make({"a": "<think>\neasy\n</think>\n\n4"})
     state = program.run(backend=backend)
     assert state["a"] == "4" and state["a_reasoning_content"] == "easy"
-    streamed = program.run(backend=backend, stream=True)
-    assert streamed["a"].startswith("<think>")  # nothing is split while it streams
-    with pytest.raises(sgl.BackendError.__base__, match="model_type must be one of"):
-        sgl.separate_reasoning(sgl.gen("a"), model_type="gpt")
 
 
 # Branches.
@@ -696,10 +709,10 @@ def test_an_interrupt_cancels_what_is_under_way(make):
 def test_what_will_never_come_is_not_waited_for(make):
     @sgl.function
     def program(s):
-        s += "q" + sgl.separate_reasoning(sgl.gen("a"), model_type="qwen3")
+        s += "q" + sgl.gen("a")
         assert s["a"] == "A"
-        with pytest.raises(KeyError):
-            _ = s["a_reasoning_content"]  # a program that streams does not split
+        with pytest.raises(KeyError, match="has no variable 'b'; it has: a"):
+            _ = s["b"]
         s += "done"
 
     state = program.run(backend=make({"a": "A"}), stream=True)

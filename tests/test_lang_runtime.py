@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
+import time
+from pathlib import Path
 
 import pytest
 
 import jserve.lang as sgl
 from jserve.config.address import http_url
 from jserve.errors import ConfigError, JserveError
+from jserve.lang import keeper, runtime
 from jserve.lang.runtime import _free_port
 
 pytestmark = pytest.mark.timeout(100)
@@ -74,3 +82,93 @@ def test_a_server_that_cannot_start_is_told_in_its_own_words_and_leaves_nothing(
     with pytest.raises(ConfigError, match=r"the server ended with 2: .*no/such/model.gguf"):
         sgl.Runtime(model_path="no/such/model.gguf", port=31_500)
     assert set(threading.enumerate()) <= before and not list(tmp_path.iterdir())
+
+
+#: Answers whatever it is asked, on the port of its flags; with "deaf" it does not end when asked.
+SERVER = """
+import http.server, os, signal, sys, yaml
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+if "deaf" in sys.argv:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+port = yaml.safe_load(open(sys.argv[sys.argv.index("--config") + 1]))["port"]
+http.server.HTTPServer(("127.0.0.1", port), Answers).serve_forever()
+"""
+#: Starts it as a Runtime, and is there until it is killed.
+CALLER = """
+import sys, time
+from jserve.lang import runtime
+runtime._SERVE = sys.argv[2:]
+one = runtime.Runtime(model_path="m", port=int(sys.argv[1]))
+print(one.url.rpartition(":")[2], one._folder.name, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def serve(tmp_path, monkeypatch):
+    """The command of a server that costs nothing."""
+    path = tmp_path / "server.py"
+    path.write_text(SERVER)
+    command = [sys.executable, str(path)]
+    monkeypatch.setattr(runtime, "_SERVE", command)
+    return command
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def wait_until(true) -> None:
+    deadline = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_server_ends_with_its_caller_however_that_ends(serve):
+    caller = subprocess.Popen(
+        [sys.executable, "-c", CALLER, "31800", *serve], stdout=subprocess.PIPE, text=True
+    )
+    assert caller.stdout is not None
+    port, folder = caller.stdout.readline().split()
+    assert listens(int(port)) and Path(folder, "flags.yaml").exists()
+    caller.kill()
+    caller.wait()
+    wait_until(lambda: not listens(int(port)) and not Path(folder).exists())
+    caller.stdout.close()
+
+
+def test_shutdown_ends_a_server_that_is_deaf_too_and_twice_is_once(serve, monkeypatch):
+    monkeypatch.setattr(runtime, "_STOP_SECONDS", 0.3)
+    serve.append("deaf")
+    before = set(threading.enumerate())
+    with sgl.Runtime(model_path="m", port=31_850) as one:
+        port = int(one.url.rpartition(":")[2])
+        assert listens(port)
+        held = os.dup(one._process.stdin.fileno())  # as a forked process would
+    assert not listens(port) and not Path(one._folder.name).exists()
+    assert one._process.returncode == -signal.SIGKILL
+    os.close(held)
+    one.shutdown()
+    one.endpoint.shutdown()
+    with pytest.raises(sgl.BackendError, match=f"POST /generate at {one.url}: "):
+        one.generate("x")
+    with pytest.raises(sgl.BackendError, match=f"POST /generate at {one.url}: "):
+        asyncio.run(anext(one.async_generate("x")))
+    assert set(threading.enumerate()) <= before
+
+
+def test_a_kept_commands_exit_code_is_its_keepers(tmp_path):
+    codes = []
+    for code in ("import sys; sys.exit(2)", "import os; os.kill(os.getpid(), 9)"):
+        command = keeper.command_of(str(tmp_path), 1.0, [sys.executable, "-c", code])
+        with subprocess.Popen(command, stdin=subprocess.PIPE) as kept:
+            codes.append(kept.wait())
+    assert codes == [2, 128 + 9] and tmp_path.exists()

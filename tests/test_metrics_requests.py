@@ -125,7 +125,8 @@ def test_an_id_is_free_as_soon_as_its_client_has_left() -> None:
     with start() as engine:
         last = asyncio.run(scenario(engine))
         shown = samples(engine.metrics)
-    assert len(last) == 7 and last[-1].finish is not None and last[-1].finish.type == "length"
+    assert last[-1].completion_tokens == 7 and "".join(one.delta for one in last) == last[-1].text
+    assert last[-1].finish is not None and last[-1].finish.type == "length"
     assert shown["num_requests_total/true"] == 21 and shown["num_aborted_requests_total"] == 20
 
 

@@ -5,6 +5,7 @@ is not served.
 from __future__ import annotations
 
 import pytest
+import transformers
 
 from jserve.errors import ConfigError
 from jserve.models.architectures import ARCHITECTURES
@@ -93,6 +94,7 @@ def test_an_unknown_architecture_lists_the_known_ones():
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, "'compressed-tensors' is"),
         ({"architectures": "LlamaForCausalLM"}, "architectures must be a list"),
         ({"architectures": [None]}, "architectures must be a list"),
         ({"num_attention_heads": "4"}, "num_attention_heads must be a positive integer, is '4'"),
@@ -135,6 +137,31 @@ def test_windows_follow_each_familys_rule():
     assert parse_config({**mistral, "sliding_window": None}).windows == (None,) * 4
     assert parse_config({**qwen, "use_sliding_window": False}).windows == (None,) * 4
     assert parse_config({**qwen, "use_sliding_window": True}).windows == (None, None, None, 9)
+
+
+@pytest.mark.parametrize("family", ["Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe"])
+@pytest.mark.parametrize("stated", [{}, {"sliding_window": None}, {"sliding_window": 9}])
+@pytest.mark.parametrize("used", [{}, {"use_sliding_window": True, "max_window_layers": 2}])
+def test_windows_that_a_config_leaves_out_are_transformers_own(family, stated, used):
+    if used and "sliding_window" in stated and stated["sliding_window"] is None:
+        used = {}  # transformers itself has no such model
+    settings = {**BASE, "num_hidden_layers": 4, **stated, **used}
+    settings.pop("architectures", None)
+    theirs = getattr(transformers, f"{family}Config")(**settings)
+    window = theirs.sliding_window or None
+    kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 4
+    expected = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    assert parse_config({**settings, "architectures": [f"{family}ForCausalLM"]}).windows == expected
+
+
+def test_a_zero_of_yarn_is_its_default():
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    plain, zeros = (
+        parse_config({**BASE, "rope_scaling": {**scaling, **more}}).rope
+        for more in ({}, {"beta_fast": 0, "beta_slow": 0})
+    )
+    found, expected = frequencies_of(zeros, 16), frequencies_of(plain, 16)
+    assert (found[0] == expected[0]).all() and found[1] == expected[1]
 
 
 def test_yarn_lengthens_the_context_and_scales_attention():

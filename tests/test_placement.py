@@ -51,6 +51,15 @@ def test_the_longest_of_several_prefixes_wins_and_a_small_share_of_a_prompt_does
     assert placement.place(submit("d", prompt(1, 320) + prompt(3, 3200))) == 0, "a tenth is cached"
 
 
+def test_no_request_waits_for_its_prefix_beside_a_free_slot() -> None:
+    placement = Placement(2)
+    placement.slots = 3
+    ranks = [placement.place(submit(str(i), prompt(1))) for i in range(8)]
+    assert ranks[:6] == [0, 0, 0, 1, 1, 1] and sorted(ranks[6:]) == [0, 1], "then all are full"
+    placement.end("3")
+    assert placement.place(submit("next", prompt(1))) == 1
+
+
 @pytest.mark.parametrize("space", [{"extra_key": "k"}, {"cache_salt": "k"}])
 def test_namespaces_share_no_prefix(space: dict[str, str]) -> None:
     placement = Placement(2)
@@ -87,7 +96,7 @@ def test_a_named_rank_is_taken_at_any_load_and_one_that_is_not_there_is_refused(
             placement.place(submit("wrong", prompt(1), routed_dp_rank=wrong))
         assert caught.value.param == "routed_dp_rank"
     placement.lose(1)
-    with pytest.raises(RequestError, match="routed_dp_rank 1 has ended; 0 can be chosen"):
+    with pytest.raises(EngineDeadError, match="routed_dp_rank 1 has ended; 0 can be chosen"):
         placement.place(submit("gone", prompt(1), routed_dp_rank=1))
     assert placement.rank_of("wrong") is None and placement.rank_of("gone") is None
 

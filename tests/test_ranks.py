@@ -24,8 +24,10 @@ from jserve.config import Config
 from jserve.engine import ranks
 from jserve.engine.engine import Engine
 from jserve.engine.local import local_ends
+from jserve.engine.placement import Placement
 from jserve.errors import EngineDeadError, RequestError, WeightError
 from jserve.server.app import create_app
+from jserve.types import Deltas, Progress, SamplingParams, Submit
 
 
 def by_rank(engine: Engine, name: str) -> dict[int, float]:
@@ -95,6 +97,11 @@ def test_a_killed_rank_fails_its_own_requests_and_the_others_go_on(
             ask(engine, f"{i} after that")
         assert by_rank(engine, "num_requests_total") == {0: 6}
         assert engine.flush_cache()
+        whole, left = engine.server_info, asyncio.run(get(engine, "/server_info")).json()
+        assert (left["max_running_requests"], whole["max_running_requests"]) == (16, 32)
+        assert asyncio.run(get(engine, "/v1/loads")).json()["num_accelerators"] == 1
+        named = asyncio.run(post(engine, "/generate", {"routed_dp_rank": 1}))
+        assert named.status_code == 503 and "0 can be chosen" in named.text
 
         os.kill(int(engine.rank_facts[0]["pid"]), signal.SIGKILL)
         with pytest.raises(EngineDeadError, match="data-parallel rank 0 ended"):
@@ -166,7 +173,9 @@ def test_a_flush_is_of_every_rank_or_none_is_reported_and_placement_forgets() ->
         assert by_rank(engine, "num_requests_total") == {0: 2, 1: 0}
         stream = engine.generate("keeps a rank busy", {"max_new_tokens": 450}, stream=True)
         next(stream)
-        assert not engine.flush_cache(), "one of two is busy"
+        before = by_rank(engine, "kv_evictable_tokens")[0]
+        assert before > 0 and not engine.flush_cache(), "one of two is busy"
+        assert by_rank(engine, "kv_evictable_tokens")[0] == before, "the other has lost nothing"
         stream.close()
         assert engine.flush_cache(timeout=5)
         assert set(by_rank(engine, "kv_evictable_tokens").values()) == {0}
@@ -174,6 +183,26 @@ def test_a_flush_is_of_every_rank_or_none_is_reported_and_placement_forgets() ->
         ask(engine, "another one that knows nothing of the first")
         assert sum(by_rank(engine, "num_requests_total").values()) == 5
         assert min(by_rank(engine, "num_requests_total").values()) >= 2
+
+
+def fronted(num_ranks: int) -> tuple[ranks.Front, list[Any]]:
+    """A front whose ranks the test plays: each one's end of its channel."""
+    ends = [local_ends() for _ in range(num_ranks)]
+    front = ranks.Front([api for api, _ in ends], Placement(num_ranks, 4))
+    for rank in range(num_ranks):
+        front.receive(rank, [Progress(stage="ready")])
+    front.drain()
+    return front, [end for _, end in ends]
+
+
+def test_ranks_that_are_shut_down_are_not_called_lost() -> None:
+    front, _ = fronted(2)
+    for rid in "ab":
+        front.send(Submit(rid=rid, prompt_ids=[1], sampling=SamplingParams()))
+    front.closing = True
+    front.lose(0, "the engine process ended with exit code 0")
+    (said,) = [one for one in front.drain() if isinstance(one, Deltas)]
+    assert [one.finish and one.finish.message for one in said.items] == ["the engine was shut down"]
 
 
 def test_a_request_may_name_its_rank_in_every_way_there_is() -> None:
@@ -242,9 +271,11 @@ def test_the_body_or_a_header_names_the_rank(
     [
         ({"routed_dp_rank": 3}, {}, r"routed_dp_rank must be in \[0, 2\], got 3"),
         ({"routed_dp_rank": "1"}, {}, "routed_dp_rank must be an integer"),
+        ({"routed_dp_rank": 10**30}, {}, "routed_dp_rank must be an integer"),
         ({"data_parallel_rank": True}, {}, "data_parallel_rank must be an integer"),
         ({"routed_dp_rank": 1, "data_parallel_rank": 2}, {}, "data_parallel_rank differ"),
         ({}, {"x_data_parallel_rank": "one"}, "x-data-parallel-rank must be the number"),
+        ({}, {"x_data_parallel_rank": "1" * 5000}, "x-data-parallel-rank must be the number"),
         ({}, {"x_data_parallel_rank": "7"}, r"routed_dp_rank must be in \[0, 2\], got 7"),
         ({"routed_dp_rank": 1, "colour": 2}, {}, "colour"),
     ],

@@ -24,12 +24,13 @@ from fake_model import (
     prompt_score,
 )
 
-from jserve.cache.pool import allocate_pool, bytes_per_page, gather_pages, scatter_pages
+from jserve.batch import MOST_COUNTED
 from jserve.plan import Kind, SlotSampling
 from jserve.runner import programs, startup
 from jserve.runner.buckets import Key
 from jserve.runner.manifest import Program
-from jserve.runner.startup import start_runner
+from jserve.runner.runner import Runner
+from jserve.runner.startup import compile_programs
 from jserve.types import MAX_TOP_LOGPROBS, TOP_K_ALL
 from sharding.mesh import make_mesh
 from sharding.rules import TP, Rules
@@ -40,13 +41,14 @@ HEAD = head_table()
 def make_runner(tensor=1, **settings):
     rules = Rules(make_mesh(jax.devices(), tensor=tensor), TP)
     progress = []
-    runner = start_runner(
+    parts = compile_programs(
         FakeModel(tensor),
         fake_params(rules),
         rules,
         Settings(**settings),
         lambda done, total: progress.append((done, total)),
     )
+    runner = Runner(*parts)
     assert progress[-1][1] == runner.compiled[1]
     return runner
 
@@ -274,6 +276,18 @@ def test_counts_of_more_outputs_than_one_upload_holds(driver):
     expected = log_softmax(logits)
     np.testing.assert_allclose(outcome.logprobs.top_values[0, 0], expected.max(), atol=1e-4)
     assert 8 not in outcome.logprobs.top_ids[0]
+
+
+def test_a_count_of_many_outputs_does_not_wrap(driver):
+    row = SlotSampling(frequency_penalty=-0.001)  # favours what was generated
+    request = FakeRequest(2, prompt(1, 4), row)
+    request.outputs[:] = [7] * (MOST_COUNTED - 1)
+    driver.admit(request, resumed=list(request.outputs))
+    driver.run([(request, 4)], full=True)
+    for _ in range(3):
+        driver.run([(request, 0)], full=True)
+    assert request.outputs[-4:] == [7] * 4
+    assert int(driver.runner._state.counts[request.slot, 7]) == MOST_COUNTED
 
 
 def test_more_edits_than_one_upload_holds(driver):
@@ -545,23 +559,3 @@ def test_start_up_logs_a_table_of_every_use_of_memory(caplog):
         assert name in caplog.text
     assert runner.num_pages == 101
     runner.close()
-
-
-def test_pages_leave_the_pool_and_return():
-    rules = Rules(make_mesh(jax.devices(), tensor=2), TP)
-    shape = dataclasses.replace(FakeModel.cache, num_layers=3)
-    pool = allocate_pool(shape, 6, PAGE, "bfloat16", rules)
-    leaves = jax.tree.leaves(pool)
-    assert sum(leaf.nbytes for leaf in leaves) == 6 * bytes_per_page(shape, PAGE, "bfloat16")
-    pages = np.array([4, 1], np.int32)
-    content = jax.tree.map(
-        lambda leaf: (
-            np.random.default_rng(0).normal(size=(3, 2, *leaf.shape[1:])).astype(leaf.dtype)
-        ),
-        pool,
-    )
-    pool = scatter_pages(pool, pages, content, 3)
-    found = jax.tree.leaves(gather_pages(pool, pages, 3))
-    for leaf, expected in zip(found, jax.tree.leaves(content), strict=True):
-        assert (np.asarray(leaf) == expected).all()
-    assert not np.asarray(gather_pages(pool, np.array([0, 2, 3, 5]), 3).k).any()

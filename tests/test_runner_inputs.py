@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jserve.batch import SlotState
+from jserve.batch import MOST_COUNTED, SlotState
 from jserve.plan import Kind, SlotEdit, SlotSampling, StepPlan
 from jserve.runner.inputs import EditLayout, StepLayout
 from jserve.runner.masks import pad_mask
@@ -200,6 +200,12 @@ def test_recounts_come_in_blocks_padded_with_no_token():
     assert [block[0] for block in blocks] == [3, 3]
     assert np.concatenate([b[1:] for b in blocks])[:1030].tolist() == long.output_ids.tolist()
     assert (blocks[1][7:] == 50).all()
+
+
+def test_recounts_end_where_counts_would_wrap():
+    endless = SlotEdit(2, np.zeros(0, np.int32), SlotSampling(), np.zeros(70_000, np.int32))
+    blocks = np.concatenate([block[1:] for block in pack_recounts([endless], 50)])
+    assert np.sum(blocks == 0) == np.iinfo(np.uint16).max == MOST_COUNTED
 
 
 def test_a_mask_is_padded_with_rows_that_allow_everything():

@@ -47,7 +47,7 @@ def run_sample(logits, params, counts, index, mask, skip=True):
 
 def sample(logits, params, counts=None, index=None, mask=None, skip=True):
     n, vocab = logits.shape
-    counts = np.zeros((n, vocab), np.int16) if counts is None else counts
+    counts = np.zeros((n, vocab), np.uint16) if counts is None else counts
     index = np.zeros(n, np.int32) if index is None else np.asarray(index, np.int32)
     mask = np.full((n, -(-vocab // 32)), -1, np.int32) if mask is None else mask
     tokens, distance = run_sample(jnp.asarray(logits), params, counts, index, mask, skip)
@@ -223,7 +223,7 @@ def test_penalties_bias_and_min_new_tokens_follow_the_contract():
         SlotSampling(bias_ids=tuple(range(300)), bias_values=tuple(np.linspace(-9, 9, 300))),
     ]
     logits = generator.normal(size=(len(rows), VOCAB)).astype(np.float32) * 4
-    counts = generator.integers(0, 4, logits.shape).astype(np.int16)
+    counts = generator.integers(0, 4, logits.shape).astype(np.uint16)
     index = np.full(len(rows), 3, np.int32)
     mask = np.full((len(rows), -(-VOCAB // 32)), -1, np.int32)
     found = sampling.constrain(jnp.asarray(logits), params_of(*rows), counts, index, mask)

@@ -434,6 +434,98 @@ def test_who_runs_too_long_ends_at_once_with_what_it_has():
     assert sim.scheduler.stats()["num_running_timeouts_total"] == 2
 
 
+def jumped(sim: Simulation, rid: str) -> None:
+    """It is given two tokens that it has not drawn, and waits to have them computed."""
+    request = sim.scheduler._roster.requests[rid]
+    sim.scheduler.jump(request, [next(iter(request.output_ids))] * 2)
+    assert request.row is None and request in sim.scheduler._roster.waiting
+
+
+def test_jumps_do_not_begin_a_new_run():
+    clock = Clock()
+    sim = Simulation(clock=clock, num_slots=1, req_running_timeout=3.0, req_waiting_timeout=1.0)
+    offer(sim, submit("a", prompt(5), 60, ignore_eos=True))
+    for _ in range(4):
+        for _ in range(3):
+            sim.tick()
+        clock.now += 0.7
+        sim.tick()
+        jumped(sim, "a")
+    assert not any(delta.finish for delta in sim.deltas.get("a", []))
+    sim.tick()
+    clock.now += 0.5
+    sim.scheduler.plan()
+    sim.queue.clear()
+    (delta,) = [delta for delta in sim.scheduler.drain() if delta.finish is not None]
+    assert delta.finish is not None and "--req-running-timeout" in (delta.finish.message or "")
+    assert sim.scheduler.stats()["num_running_timeouts_total"] == 1
+    assert sim.scheduler.stats()["num_jump_forward_tokens_total"] == 8
+
+
+def test_a_retraction_after_a_jump_begins_a_new_stay_too():
+    clock = Clock()
+    sim = Simulation(clock=clock, num_slots=1, req_running_timeout=3.0)
+    offer(sim, submit("a", prompt(5), 30, ignore_eos=True))
+    for _ in range(3):
+        sim.tick()
+    clock.now += 2.0
+    jumped(sim, "a")
+    sim.tick()
+    sim.scheduler.pause("retract")
+    sim.scheduler.resume()
+    clock.now += 2.0
+    sim.run()
+    assert sim.finish("a") == "length"
+
+
+def test_who_jumps_holds_no_place_in_the_queue_and_is_never_dropped_from_it():
+    sim = ranked(max_queued=1, num_slots=1, disable_priority_preemption=True)
+    offer(sim, submit("runs", prompt(5), 30, ignore_eos=True, priority=1))
+    for _ in range(3):
+        sim.tick()
+    jumped(sim, "runs")
+    offer(sim, submit("queued", prompt(5, 1), 2, priority=2))
+    with pytest.raises(QueueFullError, match="The request queue is full"):
+        offer(sim, submit("one more", prompt(5, 2), 2, priority=2))
+    offer(sim, submit("first", prompt(5, 3), 2, priority=3))
+    sim.run()
+    assert {rid: sim.finish(rid) for rid in ("runs", "queued", "first")} == {
+        "runs": "length",
+        "queued": "abort",
+        "first": "length",
+    }
+
+
+def test_what_is_told_of_a_long_queue_is_not_counted_in_it():
+    """Neither a step's log line nor the gauges may take time that grows with the queue."""
+    sim = ranked()
+    queue = sim.scheduler._roster.waiting
+    for i in range(30):
+        priority = (None, 2, 2, 5)[i % 4]
+        offer(sim, submit(f"r{i}", prompt(5 + i % 3, i), 2, priority=priority))
+    looked_at = []
+
+    class Watched(list):
+        def __iter__(self):
+            raise AssertionError("the whole queue is read")
+
+        def __getitem__(self, at):
+            looked_at.append(at)
+            return super().__getitem__(at)
+
+    sim.scheduler._roster.waiting = Watched(queue)
+    stats = sim.scheduler.stats()
+    assert stats["num_waiting_tokens"] == sum(len(one.prompt) for one in queue)
+    assert stats["num_queue_reqs"] == 30 and len(looked_at) < 25
+    by_mark = {name: n for name, n in stats.items() if name.startswith("num_queue_reqs#")}
+    assert by_mark.pop("num_queue_reqs#2") == 15 and by_mark.pop("num_queue_reqs#5") == 7
+    assert sum(by_mark.values()) in (0, 8)
+    sim.scheduler._roster.waiting = queue
+    sim.run()
+    stats = sim.scheduler.stats()
+    assert stats["num_waiting_tokens"] == 0 == stats["num_retracted_reqs"]
+
+
 def test_a_retracted_request_begins_a_new_stay():
     clock = Clock()
     sim = Simulation(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
+import tracemalloc
 from typing import Literal
 
 import msgspec
@@ -45,6 +47,8 @@ BAD = [
     (CHAT, {"messages": [{"role": "user", "content": "x" * CONTEXT}]}, "messages"),
     (CHAT, {"continue_final_message": True}, "continue_final_message"),
     (CHAT, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+    (CHAT, {"chat_template_kwargs": {"tools": [{"name": "f"}]}}, "chat_template_kwargs.tools"),
+    (CHAT, {"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs.chat_template"),
     (CHAT, {"max_tokens": True}, "max_tokens"),
     (CHAT, {"max_tokens": "5"}, "max_tokens"),
     (CHAT, {"max_tokens": 2.5}, "max_tokens"),
@@ -172,6 +176,11 @@ BAD = [
     (GEN, {"extra_key": "x" * 257}, "extra_key"),
     (GEN, {"cache_salt": ["x" * 257]}, "cache_salt"),
     (GEN, {"top_logprobs_num": 2}, "top_logprobs_num"),
+    (
+        GEN,
+        {"text": ["a", "b"], "return_logprob": [True, False], "top_logprobs_num": [0, 2]},
+        "top_logprobs_num",
+    ),
     (GEN, {"return_logprob": True, "logprob_start_len": CONTEXT}, "logprob_start_len"),
     (GEN, {"sampling_params": {"n": 10**9}}, "n"),
     (GEN, {"text": ["a"] * 5000}, "text"),
@@ -349,6 +358,8 @@ def test_what_was_sent_comes_back_cut_when_it_is_long():
         (b"null", "object"),
         (b'{"prompt": "a", "top_p": NaN}', "top_p"),
         (b'{"prompt": "a", "temperature": -Infinity}', "temperature"),
+        (b'{"prompt": "NaN", "logit_bias": {"5": [ NaN]}}', "5 must be a finite number"),
+        (b'{"prompt": "top_p: NaN", }', "not valid JSON"),
         (b'{"prompt": ' + b"[" * 200_000, "deeply"),
     ],
 )
@@ -357,6 +368,29 @@ def test_bodies_that_are_no_json_object_are_400(content, word):
     response = api.call("POST", TEXT, content=content, headers=JSON)
     assert response.status_code == 400 and word in response.json()["message"], response.text
     assert api.post(TEXT, prompt="a").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        (b'{"text":' + b" " * 200_000 + b"x}", "not valid JSON"),
+        (b'{"text":' + b"[-" * 500 + b"NaN}", "not valid JSON"),
+        (b'{"a":' * 500 + b" " * 200_000 + b"NaN", "not valid JSON"),
+        (b'"' * 200_000 + b":NaN", "not valid JSON"),
+        (b"[" * 200 + b"1," * 50_000 + b'"\\ud800"' + b"]" * 200, "lone surrogates"),
+    ],
+)
+def test_what_is_wrong_with_a_long_body_is_found_in_linear_time(content, word):
+    tracemalloc.start()
+    started = time.process_time()
+    try:
+        with pytest.raises(RequestError, match=word):
+            decode(content, Body)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert time.process_time() - started < 1.5  # a quadratic search of 200 KB takes minutes
+    assert peak < 50 * len(content)  # as the path of every number would not
 
 
 def test_every_route_refuses_what_it_does_not_take_in_a_query_string():
@@ -374,7 +408,9 @@ def test_every_route_refuses_what_it_does_not_take_in_a_query_string():
             assert response.status_code == 400, (method, path, response.text)
             assert "colour is not a query parameter of" in response.text, response.text
     assert len(asked) > 25 and ("PUT", GEN) in asked
-    assert not api.engine.requests[1:] and not api.engine.controls[1:]  # the probe alone ran
+    # the probes alone ran
+    assert all(request.rid.startswith("HEALTH_CHECK_") for request in api.engine.requests)
+    assert {op for op, _ in api.engine.controls} == {"server_info"}
 
 
 @pytest.mark.parametrize(
@@ -395,8 +431,18 @@ def test_what_flush_cache_does_not_understand_does_not_flush(query, message):
         assert message in response.json()["error"]["message"]
 
 
-def test_flush_cache_takes_no_body():
+def test_flush_cache_takes_no_body_and_reads_none():
     api = Api()
+    sent = []
+
+    async def endless():
+        while len(sent) < 100:
+            sent.append(b" " * 1000)
+            yield sent[-1]
+
+    response = api.call("POST", "/flush_cache", content=endless())
+    assert response.status_code == 400 and "takes no body" in response.text and len(sent) == 1
+    assert api.call("POST", "/flush_cache", content=b"{").status_code == 400
     response = api.post("/flush_cache", timeout=3)
     assert response.status_code == 400 and "query string" in response.text
     assert not api.engine.controls

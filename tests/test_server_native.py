@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import asyncio
 
+import httpx
 import pytest
 from fake_server_engine import BOS, CONTEXT, Api, expected, logprob
 
+from jserve.server import health
+
 ABC_IDS = [BOS, *b"abc"]
+
+
+def client_of(api):
+    return httpx.AsyncClient(transport=httpx.ASGITransport(api.app), base_url="http://api")
 
 
 def params(**sampling):
@@ -129,16 +136,47 @@ def test_an_abort_ends_a_request_by_the_start_of_its_id():
     assert answer.json()["meta_info"]["finish_reason"]["type"] == "abort"
 
 
-def test_health_follows_the_engine_and_health_generate_runs_a_request():
+PROBES = ("/health", "/ready", "/health_generate")
+
+
+@pytest.mark.parametrize("path", PROBES)
+def test_health_runs_a_request_of_one_token_and_follows_the_engine(path):
     api = Api()
-    for path in ("/health", "/ready", "/health_generate", "/"):
-        assert api.call("GET", path).status_code == 200
+    assert api.call("GET", "/").status_code == 200 and not api.engine.requests
+    assert api.call("GET", path).status_code == 200
     assert [(r.sampling.max_new_tokens, r.log_metrics) for r in api.engine.requests] == [(1, False)]
     api.engine.queue_full = True
-    assert api.call("GET", "/health_generate").status_code == 200  # busy is not dead
+    assert api.call("GET", path).status_code == 200  # busy is not dead
     api.engine.healthy = False
-    for path in ("/health", "/ready", "/health_generate"):
-        assert api.call("GET", path).status_code == 503
+    assert api.call("GET", path).status_code == 503
+
+
+def test_among_other_requests_health_asks_the_loop_and_health_generate_for_a_token():
+    api = Api()
+
+    async def probe():
+        async with client_of(api) as client:
+            hanging = asyncio.create_task(client.post("/generate", json={"text": "hang"}))
+            while not api.engine.open:
+                await asyncio.sleep(0.001)
+            answers = [(await client.get(path)).status_code for path in PROBES]
+            api.engine.abort(abort_all=True)
+            await hanging
+            return answers
+
+    assert asyncio.run(probe()) == [200] * 3
+    assert len(api.engine.controls) == 3 and len(api.engine.requests) == 2
+
+
+@pytest.mark.parametrize("path", PROBES)
+def test_an_engine_that_lives_and_answers_nothing_is_not_healthy(path, monkeypatch):
+    monkeypatch.setattr(health, "TIMEOUT", 0.05)
+    api = Api()
+    api.engine.hangs = True
+    assert api.call("GET", path).status_code == 503
+    assert api.engine.controls == [("server_info", {})]
+    api.engine.hangs = False
+    assert api.call("GET", path).status_code == 200
 
 
 def test_facts_hold_what_clients_read():
@@ -165,16 +203,50 @@ def test_flush_cache_is_refused_while_busy_and_can_wait():
     assert api.call("POST", "/flush_cache").status_code == 400
 
     async def free():
-        import httpx
-
-        transport = httpx.ASGITransport(api.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://api") as client:
+        async with client_of(api) as client:
             waiting = asyncio.create_task(client.post("/flush_cache?timeout=10"))
             await asyncio.sleep(0.05)
             api.engine.busy = False
             return await waiting
 
     assert asyncio.run(free()).status_code == 200
+
+
+def test_a_flush_ends_when_its_client_leaves():
+    api = Api()
+    api.engine.busy = True
+
+    async def leave():
+        left, body = asyncio.Event(), [{"type": "http.request", "body": b"", "more_body": False}]
+
+        async def receive():
+            if body:
+                return body.pop()
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message):
+            pass
+
+        scope = {"type": "http", "method": "POST", "path": "/flush_cache", "headers": []}
+        scope["query_string"] = b"timeout=60"
+        task = asyncio.create_task(api.app(scope, receive, send))
+        while len(api.engine.controls) < 2:
+            await asyncio.sleep(0.01)
+        assert not task.done()
+        left.set()
+        await asyncio.wait_for(task, 5)
+
+    asyncio.run(leave())
+
+
+def test_a_flush_waits_for_an_hour_at_most():
+    api = Api()
+    api.engine.busy = True
+    for timeout in ("3601", "1e9", "inf", "-1", "9" * 5000):
+        response = api.call("POST", f"/flush_cache?timeout={timeout}")
+        assert response.status_code == 400 and "timeout must be seconds" in response.text
+    assert not api.engine.controls
 
 
 @pytest.mark.parametrize("prefix", ["", "/v1"])

@@ -138,8 +138,8 @@ def test_sizes_of_both_kinds_of_parallelism_are_offered_where_both_are_asked_for
     config = parse_config(hf_dict(oracle("Qwen3Config", **QWEN)))
     config = dataclasses.replace(config, num_heads=16, moe=moe)
     check_split(config, 4, 2)
-    wanted = r"--tp-size 4 with --ep-size 4 .* size 24.*: --tp-size 1, 2, 3 with this --ep-size"
-    with pytest.raises(ConfigError, match=rf"^{wanted}, --ep-size 1, 2 with this --tp-size$"):
+    wanted = r"--tp-size 4 with --ep-size 4 .* size 24.*: --tp-size 1, 2, 3 with this --ep-size;"
+    with pytest.raises(ConfigError, match=rf"^{wanted} --ep-size 1, 2 with this --tp-size$"):
         check_split(config, 4, 4)
 
 

@@ -9,9 +9,8 @@ import golden
 import jax
 import numpy as np
 import pytest
-from tiny_models import batch, rules_of
+from tiny_models import batch, empty_pool, rules_of
 
-from jserve.cache.pool import allocate_pool
 from jserve.models.registry import build_model, parse_config
 from jserve.weights.checkpoint import open_checkpoint
 from jserve.weights.loader import load_params
@@ -44,7 +43,7 @@ def test_the_golden_set_holds_over_several_devices(tp, kv_heads):
     assert done[-1] == (len(model.specs), len(model.specs))
     assert params["embed.weight"].addressable_shards[0].data.shape == (49152 // tp, 576)
     assert model.cache.num_kv_heads == kv_heads
-    kv = allocate_pool(model.cache, 129, PAGE, "float32", rules)
+    kv = empty_pool(model, 129, PAGE, "float32", rules)
     tables = 1 + np.arange(128, dtype=np.int32).reshape(ROWS, 32)
 
     @jax.jit

@@ -149,7 +149,7 @@ def _held(engine: Engine) -> dict[str, int]:
     """What this process holds for requests."""
     client: Any = engine._client
     return {
-        "routes": len(client._routes) + len(client.left),
+        "routes": len(client.routes) + len(client.left),
         "questions": len(client._questions._open),
         "tasks": len(asyncio.all_tasks()),
         "threads": threading.active_count(),

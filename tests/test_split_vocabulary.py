@@ -78,7 +78,7 @@ def test_every_parameter_gives_the_tokens_and_log_probabilities_of_one_device(me
     drawn = set()
     for scale in (0.5, 3.0, 9.0):
         logits = (rng.normal(size=(ROWS, VOCAB)) * scale).astype(np.float32)
-        counts = rng.integers(-8, 3, logits.shape).clip(0).astype(np.int16)
+        counts = rng.integers(-8, 3, logits.shape).clip(0).astype(np.uint16)
         index = rng.integers(0, 12, ROWS).astype(np.int32)
         mask = rng.integers(-(2**31), 2**31 - 1, (ROWS, -(-VOCAB // 32)), dtype=np.int32)
         mask[::2] = -1
@@ -119,7 +119,7 @@ def test_ties_nan_and_hopeless_rows_are_those_of_one_device():
     assert best.tolist()[3:] == alone.tolist()[3:]
     temperatures = (0, 0, 1, 1, 1, *[0] * (ROWS - 5))
     rows = params_of(*[SlotSampling(temperature=t) for t in temperatures], vocab=VOCAB)
-    counts, index = np.zeros((ROWS, VOCAB), np.int16), np.zeros(ROWS, np.int32)
+    counts, index = np.zeros((ROWS, VOCAB), np.uint16), np.zeros(ROWS, np.int32)
     mask = np.full((ROWS, -(-VOCAB // 32)), -1, np.int32)
     given = (
         split(logits, FOUR),

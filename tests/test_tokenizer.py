@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 import subprocess
@@ -174,6 +175,29 @@ def test_saved_files_give_the_same_tokenizer(smollm2: Tokenizer, tmp_path: Path)
     assert other.apply_chat_template(USER) == smollm2.encode("hi")
 
 
+def test_a_text_is_encoded_whole_whatever_tokenizer_json_says_of_batches(tmp_path: Path) -> None:
+    files = byte_source(260)
+    for set_up, length in (
+        (lambda pipeline: pipeline.enable_truncation(3), 3),
+        (lambda pipeline: pipeline.enable_padding(length=16, pad_id=0, pad_token="<259>"), 16),
+    ):
+        set_up(files.pipeline)
+        assert len(files.pipeline.encode("short").ids) == length
+        files.save(tmp_path)
+        tokenizer = load_tokenizer(Checkpoint("safetensors", tmp_path, {}, {}))
+        assert tokenizer.encode("short") == list(b"short")
+        assert Tokenizer(TokenizerSource(files.pipeline)).encode("short") == list(b"short")
+
+
+def test_what_any_file_calls_the_end_ends_a_generation(tmp_path: Path) -> None:
+    files = byte_source(260)
+    files.pipeline.add_special_tokens(["<|eom_id|>"])
+    dataclasses.replace(files, special={"eos_token": "<257>"}).save(tmp_path)
+    config = {"eos_token_id": 1, "text_config": {"eos_token_id": (2,)}}
+    checkpoint = Checkpoint("safetensors", tmp_path, config, {"eos_token_id": [3, 1]})
+    assert load_tokenizer(checkpoint).eos_token_ids == (1, 2, 3, 257, 260)
+
+
 def test_loading_imports_neither_torch_nor_jax(smollm2: Tokenizer, tmp_path: Path) -> None:
     smollm2.source.save(tmp_path)
     program = (
@@ -263,6 +287,9 @@ def test_a_template_may_refuse_but_not_escape() -> None:
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{{ messages.append(1) }}",
         "{{ messages[0]['content'] + 1 }}",
+        "{{ 1 // (messages | length - 1) }}",
+        "{% for i in range(10 ** 9) %}{% endfor %}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     ):
         with pytest.raises(RequestError):
             render(source)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jserve.config import ModelOptions
+from jserve.tokenizer import stop_strings
 from jserve.tokenizer.detokenizer import Detokenizer
 from jserve.tokenizer.loader import load_tokenizer
 from jserve.tokenizer.sources import byte_source
@@ -116,9 +117,8 @@ def test_pieces_join_to_the_whole_text_up_to_the_stop(
     for chunk in chunked(ids, sizes):
         shown += stream.push(chunk)
         assert expected.startswith(shown)
-        assert stream.text == shown
     shown += stream.finish(stop_token=False)
-    assert shown == expected == stream.text
+    assert shown == expected
     assert stream.stopped == (None if found is None else found[0])
     if found is None:
         assert stream.num_tokens_used == len(ids)
@@ -157,7 +157,7 @@ def test_a_stop_string_across_chunks_is_trimmed_or_kept() -> None:
     for keep, expected in ((False, "a"), (True, "aEND")):
         stream = Detokenizer(BYTES, SamplingParams(stop=("END",), no_stop_trim=keep))
         shown = "".join(stream.push(list(piece.encode())) for piece in ("aE", "N", "D tail"))
-        assert shown == stream.text == expected
+        assert shown == expected
         assert (stream.stopped, stream.num_tokens_used) == ("END", 4)
 
 
@@ -167,7 +167,7 @@ def test_the_stop_token_is_trimmed_like_a_stop_string() -> None:
     assert stream.push(list(b"a!")) == "a"
     assert stream.push(list(b"b!")) == "!b"  # the first did not end the text
     assert stream.finish(stop_token=True) == ""
-    assert (stream.text, stream.num_tokens_used) == ("a!b", 4)
+    assert stream.num_tokens_used == 4
     kept = Detokenizer(BYTES, SamplingParams(stop_token_ids=(ord("!"),), no_stop_trim=True))
     assert kept.push(list(b"a!")) + kept.finish(stop_token=True) == "a!"
     for ignore, shown in ((False, "a"), (True, "a<299>")):
@@ -199,6 +199,26 @@ def test_each_token_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
             stream.push([token])
         stream.finish(stop_token=False)
         assert seen == ids
+
+
+def test_of_a_stop_string_only_what_a_text_begins_is_worked_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worked_out: list[str] = []
+    original = stop_strings._next_failure
+
+    def counting(stop: str, failures: Sequence[int]) -> int:
+        worked_out.append(stop[0])
+        return original(stop, failures)
+
+    monkeypatch.setattr(stop_strings, "_next_failure", counting)
+    sampling = SamplingParams(stop=tuple(letter + "ba" * 2_000 for letter in "ABCDEFGH"))
+    streams = [Detokenizer(BYTES, sampling) for _ in range(64)]
+    assert not worked_out
+    assert streams[0].push(list(b"Ababab Bbabax")) == "Ababab Bbabax"
+    assert "".join(worked_out) == "AAAAAABBBBB"
+    assert streams[0].push(list(("x" + sampling.stop[2] + "y").encode())) == "x"
+    assert streams[0].stopped == sampling.stop[2]
 
 
 def test_a_long_stop_string_that_nearly_matches_costs_little() -> None:

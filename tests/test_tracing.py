@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import importlib
+import io
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ from test_request_log import Server
 
 from jserve.engine.tracing import Tracer
 from jserve.errors import ConfigError
-from jserve.types import FinishReason, GenerateRequest, Output, SamplingParams, Times
+from jserve.types import FinishReason, GenerateRequest, Output, SamplingParams, Times, Transcript
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 NAMES = ["prompt", "cache", "execution", "output"]
@@ -126,9 +127,9 @@ def test_retractions_and_the_queue_are_told() -> None:
     output = Output(
         index=0,
         rid="r",
-        text="",
+        transcript=Transcript(ids=[], text=io.StringIO()),
+        text_len=0,
         delta="",
-        output_ids=[],
         new_ids=[],
         finish=FinishReason(type="stop", matched=3),
         prompt_tokens=10,

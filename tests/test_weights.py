@@ -251,6 +251,67 @@ def test_a_shard_that_the_index_lists_must_exist(tmp_path: Path) -> None:
         load(folder, [norm()])
 
 
+def test_of_two_indexes_and_of_copies_the_right_ones_are_read(tmp_path: Path) -> None:
+    named = tensors_of()
+    stale = {name: tensor + 9 for name, tensor in named.items()}
+    folder = write_folder(tmp_path / "m", [named, {"extra": np.ones(1, np.float32)}])
+    safetensors.numpy.save_file(stale | {"extra": stale["layers.0.norm"]}, folder / "z.safetensors")
+    second = folder / "model-00002-of-00002.safetensors"
+    safetensors.numpy.save_file(stale | {"extra": np.ones(1, np.float32)}, second)
+    safetensors.numpy.save_file(stale, folder / "consolidated-00001-of-00001.safetensors")
+    listed = dict.fromkeys(stale, "consolidated-00001-of-00001.safetensors")
+    own = folder / "consolidated.safetensors.index.json"
+    own.write_text(json.dumps({"weight_map": listed}))
+    assert len(find_shards(folder)) == 2
+    np.testing.assert_array_equal(load(folder, [norm()])["0.norm"], named["layers.0.norm"])
+    for other in folder.glob("model*"):
+        other.unlink()
+    (folder / "z.safetensors").unlink()
+    np.testing.assert_array_equal(load(folder, [norm()])["0.norm"], stale["layers.0.norm"])
+
+
+def test_variants_without_an_index_are_no_second_copy(tmp_path: Path) -> None:
+    named = tensors_of()
+    folder = write_folder(tmp_path / "m", [named])
+    (folder / "model.safetensors.index.json").unlink()
+    variant = {name: tensor + 9 for name, tensor in named.items()}
+    safetensors.numpy.save_file(variant, folder / "model.fp16-00001-of-00001.safetensors")
+    np.testing.assert_array_equal(load(folder, [norm()])["0.norm"], named["layers.0.norm"])
+    (folder / "model-00001-of-00001.safetensors").rename(folder / "model.bf16.safetensors")
+    with pytest.raises(WeightError, match="is in model.bf16.safetensors too; remove one"):
+        load(folder, [norm()])
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, ml_dtypes.float8_e4m3fn])
+def test_tensors_that_are_no_plain_numbers_are_refused(tmp_path: Path, dtype: type) -> None:
+    import safetensors.torch
+    import torch
+
+    packed = torch.zeros(HIDDEN).to(getattr(torch, np.dtype(dtype).name))
+    safetensors.torch.save_file({"layers.0.norm": packed}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(WeightError, match=r"layers.0.norm is \S+, which needs scales"):
+        load(tmp_path, [norm()], tensor=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("a.norm.weight_scale", "is quantized"),
+        ("a.norm.scales", "is quantized"),
+        ("a.norm.bias", "would be ignored"),
+    ],
+)
+def test_what_a_weight_needs_is_not_ignored(tmp_path: Path, name: str, why: str) -> None:
+    of_weight = Piece("a.norm.weight", (HIDDEN,), place_whole)
+    spec = dataclasses.replace(norm(), pieces=(of_weight,))
+    plain = {"a.norm.weight": np.ones(HIDDEN, np.float32), "b.norm.bias": np.ones(1, np.float32)}
+    load(write_folder(tmp_path / "plain", [plain]), [spec])
+    folder = write_folder(tmp_path / "m", [plain | {name: np.ones(1, np.float32)}])
+    with pytest.raises(WeightError, match=f"00001.safetensors: tensor {name} .*{why}"):
+        load(folder, [spec])
+
+
 def test_paths_that_are_no_checkpoint_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file or folder"):
         open_checkpoint(Source(str(tmp_path / "nothing")))

@@ -265,6 +265,20 @@ def test_a_window_makes_a_llama_file_mistral(tmp_path: Path) -> None:
     assert config["architectures"] == ["MistralForCausalLM"]
 
 
+@pytest.mark.parametrize("key", ["attn_factor", "yarn_attn_factor"])
+def test_an_attention_factor_of_yarn_multiplies_what_yarn_gives(tmp_path: Path, key: str) -> None:
+    metadata = {"type": "yarn", "factor": 4.0, "original_context_length": 32, key: 0.5}
+    metadata = {f"llama.rope.scaling.{name}": value for name, value in metadata.items()}
+    config = hf_config(read_header(write(tmp_path / "m.gguf", {}, metadata=metadata)))
+    assert config["rope_scaling"]["attention_factor"] == pytest.approx(0.5 * (1 + 0.1 * np.log(4)))
+
+
+def test_experts_in_a_file_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", {}, metadata={"llama.expert_count": 8})
+    with pytest.raises(ConfigError, match="experts are not read from GGUF"):
+        open_checkpoint(Source(str(path)))
+
+
 def test_an_unknown_rope_scaling_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", {}, metadata={"llama.rope.scaling.type": "longrope"})
     with pytest.raises(ConfigError, match="'longrope' is not supported"):

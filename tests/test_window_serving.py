@@ -16,8 +16,8 @@ from tiny_models import PAGE, hf_dict, oracle, params_of, rules_of
 from jserve.cache.manager import CacheManager
 from jserve.cache.window import WindowGroup
 from jserve.models.registry import build_model, parse_config
-from jserve.runner.runner import InFlight
-from jserve.runner.startup import start_runner
+from jserve.runner.runner import InFlight, Runner
+from jserve.runner.startup import compile_programs
 from jserve.runner.window_share import kept_tokens
 from jserve.scheduler.request import SchedulerSettings
 from jserve.scheduler.scheduler import Scheduler
@@ -59,7 +59,8 @@ class Serving:
             swa_full_tokens_ratio=ratio if hybrid else None,
         )
         params = params_of(model, hf_model.state_dict(), rules)
-        self.runner = start_runner(model, params, rules, numbers, lambda done, total: None)
+        parts = compile_programs(model, params, rules, numbers, lambda done, total: None)
+        self.runner = Runner(*parts)
         self.groups = tuple(
             WindowGroup(
                 WINDOW,

@@ -79,6 +79,11 @@ def rules_of(tp: int = 1, ep: int = 1, dp: int = 1) -> Rules:
     return Rules(mesh, preset) if dp == 1 else Rules(mesh, split, Ranks(mesh))
 
 
+def empty_pool(model: Model, num_pages: int, page_size: int, dtype: str, rules: Rules) -> KVPool:
+    spec = pool_spec(model.cache, num_pages, page_size, dtype, rules)
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), spec)
+
+
 def params_of(model: Model, state: dict[str, torch.Tensor], rules: Rules) -> dict[str, jax.Array]:
     """Every parameter through its pieces; a hole that no piece fills stays NaN and shows."""
     params = {}

@@ -72,7 +72,7 @@ class EngineTarget:
             async for output in self._engine.generate_stream(request):
                 sample.arrived(output.completion_tokens)
                 sample.cached_tokens = output.cached_tokens
-                sample.output_ids = output.output_ids
+                sample.output_ids += output.new_ids
                 if output.finish is not None and output.output_logprobs is not None:
                     tops = output.output_logprobs.top
                     sample.margins = [top[0][0] - top[1][0] for top in tops if top is not None]

@@ -17,6 +17,7 @@ import numpy as np
 from jserve.cache.radix import Namespace
 
 _DIGEST = 32  # bytes
+_UNKNOWN = bytes(_DIGEST)
 
 
 class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
@@ -76,21 +77,29 @@ def block_hash(digest: bytes) -> int:
 
 
 class EventRecorder:
-    """Makes the events of one tree's changes. Remembers each cached page's digest, by its id."""
+    """Makes the events of one tree's changes. Remembers each cached page's digest, by its id.
+
+    When changes were left out, `cleared` stands for them: what was stored before it is unknown, and
+    nothing is told of it, nor of what continues it.
+    """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self._page_size = page_size
-        self._digests = bytearray(num_pages * _DIGEST)
+        self._digests = bytearray(num_pages * _DIGEST)  # zeros: unknown
 
     def stored(
         self, parent: np.ndarray, tokens: np.ndarray, pages: np.ndarray, namespace: Namespace
-    ) -> KvEvent:
+    ) -> KvEvent | None:
         """Arguments as Observer has them."""
         before = self._digest(int(parent[0])) if len(parent) else None
+        if before == _UNKNOWN:
+            for page in pages.tolist():
+                self._remember(page, _UNKNOWN)
+            return None
         seed = namespace_seed(namespace) if before is None else before
         digests = page_digests(seed, tokens, self._page_size)
         for page, digest in zip(pages.tolist(), digests, strict=True):
-            self._digests[page * _DIGEST : (page + 1) * _DIGEST] = digest
+            self._remember(page, digest)
         return BlockStored(
             block_hashes=[block_hash(digest) for digest in digests],
             parent_block_hash=None if before is None else block_hash(before),
@@ -100,12 +109,17 @@ class EventRecorder:
             cache_salt=namespace[1],
         )
 
-    def removed(self, pages: np.ndarray) -> KvEvent:
-        hashes = [block_hash(self._digest(page)) for page in pages.tolist()]
-        return BlockRemoved(block_hashes=hashes, medium="GPU")
+    def removed(self, pages: np.ndarray) -> KvEvent | None:
+        digests = [self._digest(page) for page in pages.tolist()]
+        hashes = [block_hash(digest) for digest in digests if digest != _UNKNOWN]
+        return BlockRemoved(block_hashes=hashes, medium="GPU") if hashes else None
 
     def cleared(self) -> KvEvent:
+        self._digests = bytearray(len(self._digests))
         return AllBlocksCleared()
+
+    def _remember(self, page: int, digest: bytes) -> None:
+        self._digests[page * _DIGEST : (page + 1) * _DIGEST] = digest
 
     def _digest(self, page: int) -> bytes:
         return bytes(self._digests[page * _DIGEST : (page + 1) * _DIGEST])

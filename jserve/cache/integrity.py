@@ -5,22 +5,62 @@ may go. Reads all, changes nothing; for tests and idle ticks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
+from jserve.cache.eviction import Evictor
 from jserve.cache.paired import Allocator
 from jserve.cache.radix import Node, RadixTree
 
 
+class Lease(Protocol):
+    """What is read of manager.Lease."""
+
+    node: Node
+    num_shared: int
+    num_pages: int
+
+    @property
+    def pages(self) -> np.ndarray: ...
+
+
+class Group(Protocol):
+    """What is used of window.WindowGroup."""
+
+    def check(self, free: np.ndarray, tree: RadixTree, leases: Any) -> None: ...
+
+
 def nodes(tree: RadixTree) -> Iterator[Node]:
     """Every node but the root."""
-    stack = list(tree.root.children.values())
+    for node in tree.root.children.values():
+        yield from subtree(node)
+
+
+def subtree(node: Node) -> Iterator[Node]:
+    """`node` and all below it, parents first."""
+    stack = [node]
     while stack:
         node = stack.pop()
         if node.children:
             stack.extend(node.children.values())
         yield node
+
+
+def check_cache(
+    allocator: Allocator,
+    tree: RadixTree,
+    evictor: Evictor,
+    leases: Collection[Lease],
+    groups: Sequence[Group],
+) -> None:
+    """Raise AssertionError for what any of those below finds."""
+    read = [(lease.node, lease.pages, lease.num_shared) for lease in leases]
+    check_ownership(allocator, tree, read)
+    check_order(tree, evictor.heap, evictor.key)
+    for group in groups:
+        group.check(allocator.free_pages(), tree, leases)
 
 
 def check_ownership(
@@ -52,8 +92,9 @@ def check_ownership(
         there = np.concatenate([pages[:0], *(step.pages for step in node.path())][::-1])
         same = np.array_equal(pages[:num_shared], there)
         assert same, f"a lease shares {pages[:num_shared]}, its node has {there}"
-    told = tree.observer.num_pages()
-    assert told in (None, protected + evictable), f"{told=} {protected=} {evictable=}"
+    assert all(node.lock_ref for node in cached if node.hidden), "a hidden node that nobody locks"
+    told, hidden = tree.observer.num_pages(), sum(len(node.pages) for node in cached if node.hidden)
+    assert told in (None, protected + evictable - hidden), f"{told=} {held=} {hidden=}"
 
 
 def check_order(

@@ -22,10 +22,11 @@ import numpy as np
 
 from jserve.cache.counters import CacheCounters
 from jserve.cache.eviction import Evictor, eviction_policy
-from jserve.cache.integrity import check_order, check_ownership
+from jserve.cache.integrity import check_cache
 from jserve.cache.observer import NO_OBSERVER, Observer
 from jserve.cache.paired import make_allocator
 from jserve.cache.radix import Namespace, Node, RadixTree
+from jserve.cache.spoilt import spoil, sweep
 from jserve.cache.window import WindowGroup
 from jserve.metrics.timing import UNTIMED, Timing
 
@@ -37,6 +38,7 @@ class Lease:
     namespace: Namespace
     priority: int
     node: Node  # where the shared part ends; the root when there is none
+    num_matched: int  # pages that the tree had for it
     num_shared: int
     sealed: bool
     _table: np.ndarray
@@ -114,11 +116,12 @@ class CacheManager:
             if usable < len(pages):
                 node, pages = self.tree.match(tokens[: usable * self.page_size], namespace)
         self.tree.lock(node)
-        lease = Lease(namespace, priority, node, len(pages), not self.radix, pages, len(pages))
+        size, sealed = len(pages), not self.radix
+        lease = Lease(namespace, priority, node, size, size, sealed, pages, size)
         self.leases.add(lease)
         for group in self.groups:
             group.enter(lease)
-        matched = len(pages) * self.page_size
+        matched = size * self.page_size
         counters.matched_tokens += matched
         counters.match_lengths[matched.bit_length()] += 1
         counters.timing.observe("cache_match_seconds", time.perf_counter() - started)
@@ -167,8 +170,8 @@ class CacheManager:
         """End a lease; the whole pages of `tokens` (all that have valid KV) stay cached, and were
         hit once. `prompt_len`: the first that many tokens are worth more to the priority policy.
         """
-        end = min(len(tokens) // self.page_size, lease.num_pages) if self.radix else 0
-        node, begin = lease.node, lease.num_shared
+        node, begin, keep = lease.node, lease.num_shared, self.radix and not lease.node.hidden
+        end = min(len(tokens) // self.page_size, lease.num_pages) if keep else 0
         for group in self.groups:
             group.leave(lease)
         if end > begin:
@@ -192,18 +195,14 @@ class CacheManager:
             group.leave(lease)
         self.tree.unlock(lease.node)
         self.allocator.free(lease.pages[lease.num_shared :])
+        if lease.node.hidden:
+            self.allocator.free(sweep(self.tree, lease.node))
 
-    def flush(self) -> bool:
-        """Drop the tree; refused (False) while a request is live."""
-        if self.leases:
-            return False
-        self.reset()
-        return True
+    def discard(self, lease: Lease) -> None:
+        """End a lease whose KV is wrong: no match finds what it had published."""
+        spoil(self.tree, self.leases, lease)
+        self.release(lease)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every page has one owner and every lock a live reason."""
-        leases = [(lease.node, lease.pages, lease.num_shared) for lease in self.leases]
-        check_ownership(self.allocator, self.tree, leases)
-        check_order(self.tree, self._evictor.heap, self._evictor.key)
-        for group in self.groups:
-            group.check(self.allocator.free_pages(), self.tree, self.leases)
+        check_cache(self.allocator, self.tree, self._evictor, self.leases, self.groups)

@@ -35,6 +35,7 @@ class Node:
     created: int = 0
     hit_count: int = 0  # requests that are over and used this run, its first one included
     priority: int = LOWEST_PRIORITY  # the highest that inserted it; never above its parent's
+    hidden: bool = False  # no match finds it, see spoilt.py
     offered: bool = False  # eviction knows it, or will find it in RadixTree.offers
 
     def path(self) -> Iterator[Node]:

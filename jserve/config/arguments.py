@@ -13,9 +13,12 @@ from jserve.config.options import SECTIONS, flag_of, types_of
 def add_arguments(parser: argparse.ArgumentParser, skip: Collection[str] = ()) -> None:
     """Add --config and every option to `parser`, one group a section, without those in `skip`.
 
-    A flag that is not given leaves no attribute behind, so that it does not override the file.
+    A flag that is not given leaves no attribute behind, so that it does not override the file. What
+    the file switches on, --no-… switches off.
     """
-    parser.add_argument("--config", metavar="FILE", help="YAML file of these flags")
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML file of these flags; --no-FLAG switches one off"
+    )
     for name, section in SECTIONS.items():
         if name not in skip:
             group = parser.add_argument_group(section.__doc__)
@@ -29,6 +32,8 @@ def _add_argument(group: Any, option: dataclasses.Field[Any]) -> None:
     keep = {"dest": option.name, "default": argparse.SUPPRESS}
     if kind is bool:
         group.add_argument(*names, action="store_true", help=about, **keep)
+        off = flag_of(f"no_{option.name}")
+        group.add_argument(off, action="store_false", help=argparse.SUPPRESS, **keep)
         return
     if option.default not in (None, ""):
         about = f"{about} [{option.default}]"

@@ -23,7 +23,8 @@ def attention_conflicts(execution: ExecutionOptions) -> dict[str, bool]:
     dp_size, along = execution.dp_size, "--tp-size" if execution.tp_size > 1 else "--ep-size"
     devices = execution.tp_size if execution.tp_size > 1 else execution.ep_size
     fitting = ", ".join(str(n) for n in range(2, devices + 1) if devices % n == 0)
-    hint = f"--dp-size {fitting} would work" if fitting else "it needs a --tp-size of 2 or more"
+    needed = "it needs a --tp-size and --dp-size from 2 on"
+    hint = f"--dp-size {fitting} would work" if fitting else needed
     return {
         f"--enable-dp-attention deals out attention to --dp-size ranks, which is 1; {hint}": dp_size
         == 1,

@@ -19,7 +19,7 @@ class KvEventsOptions:
     replay_endpoint: str | None = None  # None: missed batches cannot be asked for
     buffer_steps: int = 10_000  # batches kept for replay
     hwm: int = 100_000  # batches that ZMQ keeps for a slow subscriber; beyond, it loses some
-    max_queue_size: int = 100_000  # changes that wait to be published; beyond, a batch is lost
+    max_queue_size: int = 100_000  # changes that wait to be hashed; beyond, some are left out
     topic: str = ""
     rank: int = 0  # no key: the data-parallel rank that they tell of
 

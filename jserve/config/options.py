@@ -91,7 +91,9 @@ class CacheOptions:
         None, "memory share of weights and KV [by device]", low=0.01, high=0.99
     )
     max_total_tokens: int | None = _option(None, "tokens in the KV pool [by memory]", low=1)
-    page_size: int = _option(16, "tokens in a page", low=1, high=1024)
+    page_size: int | None = _option(
+        None, "tokens in a page [16; on TPU more, if page tables need it]", low=1, high=1024
+    )
     kv_cache_dtype: str = _option(
         "auto",
         "stored keys and values [as dtype]",

@@ -10,20 +10,23 @@ import dataclasses
 
 from jserve.config.dp_attention import num_attention_ranks
 from jserve.config.kv_events import KvEventsOptions, kv_events_options
+from jserve.config.pages import fitting_page_size, page_conflicts
 from jserve.config.replica import too_few_devices
 from jserve.config.together import check_together, protected_threshold
 from jserve.config.tree import Config
 from jserve.errors import ConfigError
 from jserve.types import ModelConfig
+from jserve.types.kv_layout import KV_LAYOUTS
 
 _GIB = 1 << 30
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 _FLOAT8 = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 _WITHOUT_E4M3 = ("7.0", "7.2", "7.5", "8.0", "8.6", "8.7")  # compute capabilities
-#: Attention implementations that are for one platform; the others run everywhere.
-_BACKEND_PLATFORM = {
-    **dict.fromkeys(("mosaic_gpu", "pallas_triton", "jax_triton"), "gpu"),
-    "mosaic_tpu": "tpu",
+#: Where an attention implementation runs; the others run everywhere.
+_BACKEND_PLATFORMS = {
+    **dict.fromkeys(("mosaic_gpu", "pallas_triton", "jax_triton"), ("gpu",)),
+    "mosaic_tpu": ("tpu",),
+    "xla": ("cpu", "gpu"),  # reads no pool that lies as TPU kernels want it
 }
 
 
@@ -94,29 +97,30 @@ def resolve(config: Config, model: ModelConfig, device: DeviceFacts) -> Resolved
     kv_dtype = _FLOAT8.get(kv_dtype, kv_dtype)
     context_length = config.model.context_length or model.max_position
     check_together(config)
-    for problem in _conflicts(config, model, device, dtype, context_length):
+    num_slots = 32 if on_cpu else 256
+    if scheduler.max_running_requests is not None:  # of all data-parallel ranks
+        num_slots = scheduler.max_running_requests // execution.dp_size
+    page_size = fitting_page_size(config, device.platform, num_slots, context_length)
+    for problem in _conflicts(config, model, device, dtype, context_length, page_size):
         raise ConfigError(problem)
     if problem := too_few_devices(execution, device.count, device.platform):
         raise ConfigError(problem)
     for problem in _float8_conflicts(config, model, device):
         raise ConfigError(problem)
     num_devices, ranks = execution.tp_size * execution.ep_size, num_attention_ranks(execution)
-    num_slots = 32 if on_cpu else 256
-    if scheduler.max_running_requests is not None:  # of all data-parallel ranks
-        num_slots = scheduler.max_running_requests // execution.dp_size
-    chunk, max_prefill_tokens = _prefill_sizes(config, device, context_length)
+    chunk, max_prefill_tokens = _prefill_sizes(config, device, context_length, page_size)
     mem_fraction = cache.mem_fraction_static or _mem_fraction(device, chunk, num_devices)
     tokens = cache.max_total_tokens
     if tokens is None and on_cpu:
         token_bytes = _token_numbers(model, num_devices // ranks) * _ITEMSIZE[kv_dtype]
         budget = min(2 * _GIB, int(mem_fraction * (device.memory_bytes or 4 * _GIB))) // ranks
-        whole = num_slots * (context_length + cache.page_size)
-        tokens = max(min(whole, budget // token_bytes), cache.page_size)
+        whole = num_slots * (context_length + page_size)
+        tokens = max(min(whole, budget // token_bytes), page_size)
     return Resolved(
         dtype=dtype,
         kv_dtype=kv_dtype,
         context_length=context_length,
-        page_size=cache.page_size,
+        page_size=page_size,
         num_slots=num_slots,
         chunked_prefill_size=chunk,
         max_prefill_tokens=max_prefill_tokens,
@@ -133,7 +137,7 @@ def resolve(config: Config, model: ModelConfig, device: DeviceFacts) -> Resolved
         attn_dp_size=ranks,
         ep_size=execution.ep_size,
         attention_backend=execution.attention_backend,
-        max_total_tokens=tokens and tokens // cache.page_size * cache.page_size,
+        max_total_tokens=tokens and tokens // page_size * page_size,
         mem_fraction_static=mem_fraction,
         recompile_guard=execution.recompile_guard,
         schedule_conservativeness=scheduler.schedule_conservativeness,
@@ -147,7 +151,7 @@ def _token_numbers(model: ModelConfig, tp_size: int) -> int:
     """How many a cached token takes in all layers; devices of a CPU share its memory."""
     if model.latent is not None:
         return model.num_layers * model.latent.cached_dim * tp_size
-    stored = -(-model.num_kv_heads // tp_size) * tp_size  # each device has equally many heads
+    stored = KV_LAYOUTS["cpu"].heads(model.num_kv_heads, tp_size) * tp_size
     return 2 * model.num_layers * stored * model.head_dim
 
 
@@ -158,17 +162,22 @@ def _hybrid(config: Config, model: ModelConfig, context: int) -> bool:
 
 
 def _conflicts(
-    config: Config, model: ModelConfig, device: DeviceFacts, dtype: str, context: int
+    config: Config,
+    model: ModelConfig,
+    device: DeviceFacts,
+    dtype: str,
+    context: int,
+    page_size: int,
 ) -> list[str]:
     """What cannot work together, in words; it is refused, never switched off silently."""
-    cache, page_size, platform = config.cache, config.cache.page_size, device.platform
-    execution = config.execution
+    cache, execution, platform = config.cache, config.execution, device.platform
     backend, tp_size, ep_size = execution.attention_backend, execution.tp_size, execution.ep_size
-    wanted = _BACKEND_PLATFORM.get(backend or "", platform)
+    wanted = _BACKEND_PLATFORMS.get(backend or "", (platform,))
     problems = {
         f"--context-length {context} is over the {model.max_position} positions of "
         f"--model-path {config.model.model_path}": context > model.max_position,
         f"--page-size {page_size} is over --context-length {context}": page_size > context,
+        **page_conflicts(cache.max_total_tokens, page_size),
         "--kv-cache-dtype float32 gains nothing over --dtype bfloat16": (
             cache.kv_cache_dtype == "float32" and dtype == "bfloat16"
         ),
@@ -177,9 +186,8 @@ def _conflicts(
         f"{config.model.model_path} is under --context-length {context}": (
             cache.swa_full_tokens_ratio is not None and not _hybrid(config, model, context)
         ),
-        f"--attention-backend {backend} needs a {wanted}, but --device is {platform}": (
-            wanted != platform
-        ),
+        f"--attention-backend {backend} needs a {' or '.join(wanted)}, but --device is "
+        f"{platform}": platform not in wanted,
         f"--tp-size {tp_size} is over the {device.count} found of --device {platform}": (
             tp_size > device.count
         ),
@@ -196,10 +204,10 @@ def _conflicts(
 def _float8_conflicts(config: Config, model: ModelConfig, device: DeviceFacts) -> list[str]:
     """What float8 keys and values cannot be combined with, in words."""
     kind, execution = config.cache.kv_cache_dtype, config.execution
-    tp_size = max(1, execution.tp_size // num_attention_ranks(execution))
     if kind not in _FLOAT8:
         return []
-    heads = max(model.num_kv_heads, tp_size) // tp_size
+    layout, ranks = KV_LAYOUTS[device.platform], num_attention_ranks(execution)
+    heads = layout.heads(model.num_kv_heads, execution.tp_size * execution.ep_size // ranks)
     problems = {
         f"--kv-cache-dtype {kind} is not for --attention-backend mosaic_gpu, which reads bfloat16; "
         "leave the backend out: pallas_triton serves it": (
@@ -209,17 +217,18 @@ def _float8_conflicts(config: Config, model: ModelConfig, device: DeviceFacts) -
         f"{device.capability} of {device.kind}; fp8_e5m2 does not": (
             kind == "fp8_e4m3" and device.capability in _WITHOUT_E4M3
         ),
-        f"--kv-cache-dtype {kind} on TPUs takes KV heads in pairs, but --tp-size {tp_size} leaves "
-        f"{heads} of --model-path {config.model.model_path} on each": (
-            device.platform == "tpu" and heads % 2 == 1
-        ),
+        f"--kv-cache-dtype {kind} on TPUs takes 2, 4, 8 or 16 KV heads on each, or a multiple of "
+        f"16, but --tp-size {execution.tp_size} and --ep-size {execution.ep_size} leave {heads} of "
+        f"--model-path {config.model.model_path}": not layout.takes_float8(heads),
         f"--kv-cache-dtype {kind} is not for --model-path {config.model.model_path}, which keeps a "
         "latent of each token: leave it at auto": model.latent is not None,
     }
     return [message for message, broken in problems.items() if broken]
 
 
-def _prefill_sizes(config: Config, device: DeviceFacts, context_length: int) -> tuple[int, int]:
+def _prefill_sizes(
+    config: Config, device: DeviceFacts, context_length: int, page_size: int
+) -> tuple[int, int]:
     """(chunk, max_prefill_tokens). An automatic size yields to a given one; two given must agree.
 
     Automatic chunk: 256 on CPU; by memory in GiB: < 20: 2048, < 60: 4096, < 160: 8192, else 16384.
@@ -231,7 +240,7 @@ def _prefill_sizes(config: Config, device: DeviceFacts, context_length: int) -> 
         asked = min(256 if device.platform == "cpu" else asked, limit)
         asked = max(1, asked // num_attention_ranks(config.execution))  # the wide layers get all
     size = context_length if asked == -1 else min(asked, context_length)
-    chunk = -(-size // config.cache.page_size) * config.cache.page_size
+    chunk = -(-size // page_size) * page_size
     return chunk, max(limit, chunk)
 
 

@@ -8,6 +8,7 @@ from jserve.config.dp_attention import attention_conflicts
 from jserve.config.json_object import read_object
 from jserve.config.kv_events import check_apart, kv_events_options
 from jserve.config.options import CacheOptions, SchedulerOptions
+from jserve.config.pages import least_page_size, page_conflicts
 from jserve.config.tree import Config
 from jserve.errors import ConfigError
 
@@ -44,15 +45,9 @@ def protected_threshold(cache: CacheOptions) -> int:
 
 
 def _cache_conflicts(cache: CacheOptions, policy: str) -> dict[str, bool]:
-    page_size, tokens, eviction = (
-        cache.page_size,
-        cache.max_total_tokens,
-        cache.radix_eviction_policy,
-    )
+    eviction = cache.radix_eviction_policy
     return {
-        f"--max-total-tokens {tokens} holds no page of --page-size {page_size}": (
-            tokens is not None and tokens < page_size
-        ),
+        **page_conflicts(cache.max_total_tokens, least_page_size(cache)),
         f"--schedule-policy {policy} orders by cached prefix, but --disable-radix-cache is set": (
             cache.disable_radix_cache and policy in ("lpm", "dfs-weight")
         ),

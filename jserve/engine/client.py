@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -19,29 +19,23 @@ import msgspec
 from jserve.engine.life import EngineLife
 from jserve.engine.questions import Questions
 from jserve.engine.refusals import aborted, lost
+from jserve.engine.route import Route
 from jserve.errors import EngineDeadError, RequestError
 from jserve.types import Abort, ControlReply, Delta, Deltas, Gauges, Progress, Submit, ToEngine
 
-Inbox = asyncio.Queue[Delta]
-_Loop = asyncio.AbstractEventLoop
-
 
 class EngineClient:
-    """Speaks to one engine for the whole of its `life`. Methods are safe from any thread.
-
-    `gauges` is the engine's latest message of that kind.
-    """
+    """Speaks to one engine for the whole of its `life`. Methods are safe from any thread."""
 
     def __init__(self, life: EngineLife) -> None:
-        self.gauges = Gauges(values={})
-        self._routes: dict[str, tuple[_Loop, Inbox, int]] = {}
-        self.route_of = self._routes.get
-        self.left: dict[tuple[str, int], tuple[_Loop, Inbox, int]] = {}  # see farewell.py
-        self._turns = itertools.count(1)  # a rid is used again while old Deltas are on the way
-        self.aborted_early: dict[str, list[Abort]] = {}  # of those who wait to be sent
+        self.gauges = Gauges(values={})  # the latest
+        self.routes: dict[str, Route] = {}
+        self.left: dict[tuple[str, int], Route] = {}  # see farewell.py
+        self._turns = itertools.count(1)
         self._questions = Questions()
         self._life = life
         self._channel = life.worker.channel
+        self.send: Callable[[ToEngine], None] = self._channel.send
         self._handlers: dict[type, Callable[[Any], None]] = {
             Deltas: self._on_deltas,
             ControlReply: self._questions.settle,
@@ -55,36 +49,39 @@ class EngineClient:
         if self._life.ended:
             raise EngineDeadError(self._life.ended)
 
-    def send(self, message: ToEngine) -> None:
-        self._channel.send(message)
-
     @contextlib.contextmanager
-    def open(self, submits: Sequence[Submit]) -> Iterator[Inbox]:
-        """Submit, and get the Deltas of all `submits` in one inbox of the running event loop.
-
-        What was not closed when the context ends is aborted. Raises RequestError for an id in use.
+    def claim(self, rids: Iterable[str]) -> Iterator[list[Route]]:
+        """Routes from `rids` to the running event loop. What was not closed when the context ends
+        is, and what was sent of it is aborted. Raises RequestError for an id in use.
         """
-        route = asyncio.get_running_loop(), Inbox(), next(self._turns)
-        for submit in submits:
-            claimed = submit.rid in self.aborted_early and not submit.claimed  # by another
-            if claimed or submit.rid in self._routes:
-                raise RequestError(f"rid {submit.rid} is in use by an open request.", "rid")
-        over = [one.rid for one in submits if self.aborted_early.pop(one.rid, None)]
-        self._routes.update((submit.rid, route) for submit in submits)
+        loop, turn, own = asyncio.get_running_loop(), next(self._turns), []
         try:
-            for submit in submits:
-                if submit.rid in over:  # the engine never hears of it
-                    route[1].put_nowait(aborted(submit))
-                else:
-                    self._send_alive(msgspec.structs.replace(submit, turn=route[2]))
-            yield route[1]
+            for rid in rids:
+                own.append(Route(rid, turn, loop))
+                if self.routes.setdefault(rid, own[-1]) is not own[-1]:  # also by a thread
+                    raise RequestError(f"rid {rid} is in use by an open request.", "rid")
+            yield own
         finally:
-            for submit in submits:
-                self._abandon(submit.rid)
+            for route in own:
+                self._abandon(route)
+
+    def submit(self, submits: Iterable[Submit], take: Callable[[Delta], None]) -> None:
+        """Send what is claimed; `take` gets its Deltas."""
+        for submit in submits:
+            route = self.routes[submit.rid]
+            route.take = take
+            if route.aborted:  # the engine never hears of it
+                take(aborted(submit))
+                continue
+            self._send_alive(msgspec.structs.replace(submit, turn=route.turn))
+            if route.aborted:  # meanwhile, by another thread
+                self.send(Abort(rid=submit.rid))
 
     def close(self, rid: str) -> bool:
-        """Stop listening to `rid`; False when that had been done."""
-        return self._routes.pop(rid, None) is not None
+        """Stop listening to `rid`, which is free; whether it had been sent."""
+        route = self.routes.pop(rid)
+        sent, route.take = route.take is not None, None
+        return sent
 
     async def control(self, op: str, **args: str | int | float | bool) -> ControlReply:
         return await self._questions.ask(op, self._send_alive, **args)
@@ -94,9 +91,9 @@ class EngineClient:
         self.require_alive()
         self.send(message)
 
-    def _abandon(self, rid: str) -> None:
-        if self.close(rid):
-            self.send(Abort(rid=rid))
+    def _abandon(self, route: Route) -> None:
+        if self.routes.get(route.rid) is route and self.close(route.rid):
+            self.send(Abort(rid=route.rid))
 
     def _read(self) -> None:  # by the thread, and so are those below
         try:
@@ -107,7 +104,7 @@ class EngineClient:
             self._dispatch()  # its last words
         finally:
             self._life.bury()
-            keys = [*self.left, *((rid, route[2]) for rid, route in list(self._routes.items()))]
+            keys = [*self.left, *((rid, route.turn) for rid, route in list(self.routes.items()))]
             self._on_deltas(Deltas(items=lost(keys, self._life.ended)))
             self._questions.fail(self._life.ended)
 
@@ -119,22 +116,23 @@ class EngineClient:
         self.gauges = message
 
     def _on_deltas(self, message: Deltas) -> None:
-        by_loop: dict[_Loop, list[tuple[Inbox, Delta]]] = {}
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Route, Delta]]] = {}
         for delta in message.items:
-            route = self._routes.get(delta.rid)
-            if route is None or route[2] != delta.turn:
+            route = self.routes.get(delta.rid)
+            if route is None or route.turn != delta.turn:
                 route = self.left.get((delta.rid, delta.turn))
             if route is not None:
-                by_loop.setdefault(route[0], []).append((route[1], delta))
+                by_loop.setdefault(route.loop, []).append((route, delta))
         for loop, items in by_loop.items():
             try:
                 loop.call_soon_threadsafe(_deliver, items)
             except RuntimeError:  # the loop was closed under its requests
-                for _, delta in items:
+                for route, delta in items:
                     if self.left.pop((delta.rid, delta.turn), None) is None:
-                        self._abandon(delta.rid)
+                        self._abandon(route)
 
 
-def _deliver(items: list[tuple[Inbox, Delta]]) -> None:
-    for inbox, delta in items:
-        inbox.put_nowait(delta)
+def _deliver(items: list[tuple[Route, Delta]]) -> None:
+    for route, delta in items:
+        if route.take is not None:  # else it is behind a stop string
+            route.take(delta)

@@ -32,6 +32,7 @@ class Controls:
         self._scheduler = scheduler
         self._drain = drain
         self._operations: dict[str, Callable[..., bool | dict[str, Any] | None]] = {
+            "may_flush": scheduler.may_flush,
             "flush_cache": self._flush_cache,
             "pause_generation": self._pause,
             "continue_generation": scheduler.resume,

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from jserve.config import Config
+from jserve.engine.aborts import abort, mark
 from jserve.engine.background import BackgroundLoop
 from jserve.engine.batch_stream import generate_batch
 from jserve.engine.batches import answer
@@ -29,7 +30,6 @@ from jserve.engine.request_log import RequestLog
 from jserve.engine.sampling_params import sampling_from_dict
 from jserve.engine.thoughts import Thoughts
 from jserve.engine.tracing import Tracer
-from jserve.engine.warm_up import abort
 from jserve.errors import RequestError
 from jserve.grammar.backend import Vocabulary
 from jserve.metrics import Metrics
@@ -106,7 +106,7 @@ class Engine:
         limits = (self.model_config.vocab_size, int(self.server_info["context_length"]))
         reporters: list[Reporter] = [] if self._tracer is None else [self._tracer]
         core = EngineCore(
-            config, self._client, tokenizer, self.meter, self.grammars, *limits, reporters
+            config, self._client, tokenizer, self.meter, self.grammars, limits, reporters
         )
         stream = core.generate_stream
         batch = functools.partial(generate_batch, core, int(self.server_info["page_size"]))
@@ -139,18 +139,26 @@ class Engine:
         return await answer(generate, text, self.config.execution.dp_size, *arguments, **options)
 
     async def control(self, op: str, **args: str | int | float | bool) -> ControlReply:
-        """Ask the engine: an `op` of types.Control with its arguments. Raises EngineDeadError."""
+        """Ask the engine: an `op` of types.Control with its arguments. Raises EngineDeadError, and
+        RequestError for an argument of another type."""
+        for name, value in args.items():
+            if type(value) not in (str, int, float, bool):
+                raise RequestError(f"{name} must be a string or a number, got {value!r}.", name)
         if op == "flush_cache" and await self.grammars.waits.hold_up_flush():
             return ControlReply(id="", ok=False)
+        if op == "pause_generation" and args.get("mode", "abort") == "abort":
+            mark(self._client)  # the engine aborts what was sent; what comes later waits
+            self.grammars.waits.wake()
         reply = await self._client.control(op, **args)
         if op == "flush_cache" and reply.ok:
             self.grammars.flush()
-        if op == "pause_generation" and reply.ok and args.get("mode", "abort") == "abort":
-            self.abort(abort_all=True)  # what waits to be sent, too
         return reply
 
     def abort(self, rid: str = "", abort_all: bool = False) -> None:
-        """End every request whose id starts with `rid`; they finish with reason abort."""
+        """End every request whose id starts with `rid`; they finish with reason abort. Raises
+        RequestError for an id that is no string."""
+        if type(rid) is not str:
+            raise RequestError(f"rid must be a string, got {rid!r}.", "rid")
         if rid or abort_all:
             abort(self._client, rid, abort_all)
             self.grammars.waits.wake()

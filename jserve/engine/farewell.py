@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
-from jserve.engine.client import EngineClient, Inbox
+from jserve.engine.client import EngineClient
 from jserve.engine.reporter import Reporter
 from jserve.engine.sequence import Sequence
 from jserve.types import Abort, Delta, FinishReason, GenerateRequest
@@ -18,47 +18,49 @@ _LEFT = FinishReason(type="abort", message="Its client left.")
 
 def see_off(
     client: EngineClient,
-    inbox: Inbox,
     sequences: Mapping[str, Sequence],
-    request: GenerateRequest,
+    requests: Mapping[str, GenerateRequest],
     reporters: Iterable[Reporter],
 ) -> None:
-    """Abort `sequences` of `request`, by their ids, which are free again; their Deltas still come
-    in `inbox`."""
-    keys = [key for rid in sequences if (key := _leave(client, rid)) is not None]
+    """Abort `sequences`, by their ids, which are free again: all but those that have ended unread.
+    The rest of their Deltas is noted. `requests`: whose they are, by the same ids."""
+    inbox = asyncio.Queue[Delta]()
+    going = {rid: sequence for rid, sequence in sequences.items() if sequence.finish is None}
+    keys = [key for rid in going if (key := _leave(client, rid, inbox.put_nowait)) is not None]
 
     def over(task: asyncio.Task[None]) -> None:
         for key in keys:
             client.left.pop(key, None)
 
     if keys:
-        task = asyncio.get_running_loop().create_task(_listen(inbox, dict(sequences)))
+        task = asyncio.get_running_loop().create_task(_listen(inbox, going))
         task.add_done_callback(over)
     else:  # the event loop was closed under them
-        _count(sequences)
+        _count(going)
     for reporter in reporters:
         for rid in sequences:
-            reporter.ended(request, rid, None)
+            reporter.ended(requests[rid], rid, None)
 
 
-def _leave(client: EngineClient, rid: str) -> tuple[str, int] | None:
+def _leave(client: EngineClient, rid: str, take: Callable[[Delta], None]) -> tuple[str, int] | None:
     """→ the key of its route, which is open until it is out of `client.left`."""
-    if (route := client.route_of(rid)) is None:
+    if (route := client.routes.get(rid)) is None:
         return None
-    client.left[rid, route[2]] = route
+    client.left[rid, route.turn] = route
     client.close(rid)
+    route.take = take
     client.send(Abort(rid=rid))
-    return rid, route[2]
+    return rid, route.turn
 
 
-async def _listen(inbox: Inbox, sequences: dict[str, Sequence]) -> None:
+async def _listen(inbox: asyncio.Queue[Delta], sequences: dict[str, Sequence]) -> None:
     """Until the last Delta of each, or the end of the event loop; then what is known must do."""
     try:
         while sequences:
             delta = await inbox.get()
             sequence = sequences.get(delta.rid)
             if sequence is None:
-                continue  # a token behind a stop string
+                continue  # it had ended when the engine did
             sequence.note(delta)
             if sequence.finish is not None:
                 del sequences[delta.rid]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Awaitable, Callable
 
@@ -11,6 +10,7 @@ from jserve.errors import RequestError
 from jserve.types import ControlReply
 
 _POLL = 0.02  # seconds between two attempts
+_LONGEST = 3600.0  # seconds
 
 
 async def flush_when_idle(
@@ -18,10 +18,11 @@ async def flush_when_idle(
 ) -> ControlReply:
     """Ask until it is done, at most `timeout` seconds long; → the last reply.
 
-    Raises RequestError for a timeout that is no number of seconds, and what `control` raises.
+    Raises RequestError for a timeout that is below 0 or over an hour, and what `control` raises.
     """
-    if not 0 <= timeout < math.inf:
-        raise RequestError(f"timeout must be seconds, at least 0, got {timeout}.", "timeout")
+    if not 0 <= timeout <= _LONGEST:
+        rule = f"timeout must be seconds, from 0 to {_LONGEST:.0f}, got {timeout}."
+        raise RequestError(rule, "timeout")
     deadline = time.monotonic() + timeout
     while not (reply := await control("flush_cache")).ok and time.monotonic() < deadline:
         await asyncio.sleep(_POLL)

@@ -48,7 +48,8 @@ class GrammarQueue:
         if submit.grammar is None:
             self._passed.append(submit)
         else:
-            loading = self._templates.load(submit.grammar)
+            grammar, loading = self._templates.share(submit.grammar)  # no step must load it again
+            submit = msgspec.structs.replace(submit, grammar=grammar)
             self.waiting[submit.rid] = submit, loading, time.monotonic()
 
     def _release(self) -> None:
@@ -72,7 +73,8 @@ class GrammarQueue:
                 self._end(rid, told=not abort.stopped)
 
     def _control(self, control: Control) -> None:
-        if control.op == "flush_cache" and self.waiting and not self._paused():
+        flush = control.op in ("may_flush", "flush_cache")
+        if flush and self.waiting and not self._paused():
             self._replies.append(ControlReply(id=control.id, ok=False))
             return
         self._passed.append(control)

@@ -12,19 +12,20 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from jserve.config import SchedulerOptions
-from jserve.engine.claims import Claims, all_aborted, claim, forget
+from jserve.engine.aborts import all_aborted
 from jserve.engine.client import EngineClient
+from jserve.engine.route import Route
 from jserve.errors import QueueFullError, TimedOutError
 from jserve.types import CompiledSpec
 
-Begin = Callable[[], concurrent.futures.Future[CompiledSpec]]
+Compilation = concurrent.futures.Future[CompiledSpec]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Wait:
-    """One request: the ids of its sequences, and what is done when all of them are aborted."""
+    """One request: its sequences, and what is done when all of them are aborted."""
 
-    claims: Claims
+    claims: Sequence[Route]
     aborted: asyncio.Future[None]
 
 
@@ -32,7 +33,7 @@ class GrammarWaits:
     """Usable from any event loop, and from any thread but for `compiled`.
 
     A wait counts for --max-queued-requests and --req-waiting-timeout, as one in the queue does that
-    it may end in.
+    it may end in; of data-parallel ranks each has a queue, and their sum is what counts here.
     """
 
     def __init__(self, client: EngineClient, options: SchedulerOptions) -> None:
@@ -42,15 +43,24 @@ class GrammarWaits:
         self._ordered = options.enable_priority_scheduling
         self._open: dict[_Wait, None] = {}  # in order of arrival
 
-    async def compiled(self, rids: Sequence[str], begin: Begin) -> CompiledSpec | None:
-        """What comes of the compilation that `begin` starts; None when `rids` are aborted before.
+    async def compiled(
+        self,
+        claims: Sequence[Route],
+        begin: Callable[[], Compilation],
+        leave: Callable[[Compilation], None],
+    ) -> CompiledSpec | None:
+        """What comes of the compilation that `begin` starts; None when all `claims` are aborted
+        before. `leave` is told once the wait is over, however it ends.
 
-        Raises QueueFullError, TimedOutError, RequestError (an id is in use) and what the
-        compilation does. That goes on when the wait is over: others may wait for it too.
+        Raises QueueFullError, TimedOutError and what the compilation does.
         """
-        with self._entered(rids) as wait:
+        with self._entered(claims) as wait, contextlib.ExitStack() as left:
+            if all_aborted(claims):
+                return None
             await self._check_room(wait)
-            compilation = asyncio.wrap_future(begin())
+            future = begin()
+            left.callback(leave, future)
+            compilation = asyncio.wrap_future(future)
             compilation.add_done_callback(lambda done: done.cancelled() or done.exception())
             ends = (compilation, wait.aborted)
             await asyncio.wait(ends, timeout=self._seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -73,26 +83,21 @@ class GrammarWaits:
         return bool(self._open) and not (await self._state()).get("paused")
 
     @contextlib.contextmanager
-    def _entered(self, rids: Sequence[str]) -> Iterator[_Wait]:
-        """While it is open, `rids` are claimed. They still are behind it, unless it fails: whoever
-        gets its result owns them."""
-        claims = claim(self._client, rids)
+    def _entered(self, claims: Sequence[Route]) -> Iterator[_Wait]:
         wait = _Wait(claims, asyncio.get_running_loop().create_future())
         self._open[wait] = None
         try:
             yield wait
-        except BaseException:  # cancelled, too
-            forget(self._client, claims)
-            raise
         finally:
             del self._open[wait]
 
     async def _check_room(self, wait: _Wait) -> None:
         if self._most is None:
             return
+        most = self._most * max(int(self._client.gauges.values.get("num_dp_ranks", 1)), 1)
         queued = 0 if self._ordered else int((await self._state())["num_queue_reqs"])
         before = itertools.takewhile(lambda other: other is not wait, list(self._open))
-        if queued + sum(len(one.claims) for one in (*before, wait)) > self._most:
+        if queued + sum(len(one.claims) for one in (*before, wait)) > most:
             raise QueueFullError("The request queue is full.")
 
     async def _state(self) -> dict:

@@ -10,17 +10,17 @@ import concurrent.futures
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from jserve.config import Config
-from jserve.engine.claims import part_ids
 from jserve.engine.client import EngineClient
 from jserve.engine.grammar_waits import GrammarWaits
 from jserve.engine.reasoner import Reasoner
-from jserve.errors import RequestError
-from jserve.grammar.backend import GrammarError, Vocabulary
+from jserve.engine.route import Route
+from jserve.errors import RequestError, TimedOutError
+from jserve.grammar.backend import GrammarError, GrammarUnavailable, Vocabulary
 from jserve.grammar.choice import choose_backend
 from jserve.grammar.compiler import CompilerLimits, GrammarCompiler
 from jserve.grammar.spec import spec_of
@@ -59,27 +59,31 @@ class Grammars:
         self._compiler: GrammarCompiler | None = None
         self._closed = False
 
-    async def compiled(self, submit: Submit, require_reasoning: bool = False) -> Submit:
+    async def compiled(
+        self, submit: Submit, claims: Sequence[Route], require_reasoning: bool
+    ) -> Submit:
         """The request with its grammar in compiled form only; with `require_reasoning` that of
-        what follows the thinking.
+        what follows the thinking. `claims` are its own.
 
-        One that was aborted meanwhile comes back without; EngineClient.open knows of that. Raises
-        RequestError for one that cannot be compiled, or not within the limits, and what
-        GrammarWaits.compiled does.
+        One that was aborted meanwhile comes back without; EngineClient.submit knows of that. Raises
+        RequestError for one that cannot be compiled, or not within the limits, TimedOutError where
+        it may be tried again, and what GrammarWaits.compiled does.
         """
         thinking = self._thinking(submit.prompt_ids) if require_reasoning else None
         spec = _spec(submit.sampling)
         if spec is None:
             return submit
-        rids, since = part_ids(submit), time.monotonic()
-        compiled, claimed = None, False
+        compiled, since = None, time.monotonic()
         self._meter.count("num_grammar_total", 1)
         self._meter.count("num_grammar_queue_reqs", 1)
         try:
             compiled = self._known(spec)
             if compiled is None:
-                compiled = await self.waits.compiled(rids, lambda: self._compile(spec))
-                claimed = True
+                ends = (lambda: self._compile(spec), lambda future: self._leave(spec, future))
+                compiled = await self.waits.compiled(claims, *ends)
+        except GrammarUnavailable as error:
+            message, _ = _refusal(submit.sampling, spec, str(error))
+            raise TimedOutError(message) from None
         except GrammarError as error:
             raise RequestError(*_refusal(submit.sampling, spec, str(error))) from None
         finally:
@@ -88,10 +92,10 @@ class Grammars:
         sampling = msgspec.structs.replace(submit.sampling, **_NONE)
         if compiled is None:
             nothing = msgspec.structs.replace(sampling, max_new_tokens=0, min_new_tokens=0)
-            return msgspec.structs.replace(submit, sampling=nothing, claimed=claimed)
+            return msgspec.structs.replace(submit, sampling=nothing)
         waited = time.monotonic() - since
         found = {"sampling": sampling, "grammar": compiled, "thinking": thinking}
-        return msgspec.structs.replace(submit, **found, waited=waited, claimed=claimed)
+        return msgspec.structs.replace(submit, **found, waited=waited)
 
     def flush(self) -> None:
         """Forget what was compiled."""
@@ -118,13 +122,18 @@ class Grammars:
     def _compile(self, spec: GrammarSpec) -> concurrent.futures.Future[CompiledSpec]:
         return self._ready().compile(spec)
 
+    def _leave(self, spec: GrammarSpec, future: concurrent.futures.Future[CompiledSpec]) -> None:
+        """Whoever began it does not wait for it any more."""
+        if self._compiler is not None:
+            self._compiler.leave(spec, future)
+
     def _ready(self) -> GrammarCompiler:
         """Raises GrammarError when there is nothing to compile with."""
         if self._backend == "none":
             raise GrammarError("the server's --grammar-backend is none")
         with self._lock:
             if self._closed:
-                raise GrammarError("the engine is shutting down")
+                raise GrammarUnavailable("the engine is shutting down")
             if self._compiler is None:
                 vocabulary = self._vocabulary()
                 if not vocabulary.eos_ids:

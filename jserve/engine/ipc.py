@@ -6,13 +6,16 @@ Knows nothing of what a message means.
 from __future__ import annotations
 
 import contextlib
-import shutil
+import logging
 import threading
-import weakref
 from typing import Any, Generic, TypeVar
 
 import msgspec
 import zmq
+
+from jserve.engine.sockets import open_sockets
+
+logger = logging.getLogger("jserve.engine")
 
 _CONNECT_TIMEOUT = 2000  # ms
 _In = TypeVar("_In")
@@ -23,15 +26,7 @@ class ZmqEnd(Generic[_In, _Out]):
     """Binds when it has the directory of the sockets, which it then removes; connects otherwise."""
 
     def __init__(self, incoming: Any, inbox: str, outbox: str, directory: str = "") -> None:
-        self._directory = directory
-        context = zmq.Context()
-        self._pull, self._push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-        # Collected together, a context may wait for sockets that are never closed: keep them apart.
-        self._release = weakref.finalize(self, _release, context, self._pull, self._push, directory)
-        self._release.atexit = False
-        for socket, url in ((self._pull, inbox), (self._push, outbox)):
-            socket.set_hwm(0)
-            (socket.bind if directory else socket.connect)(url)
+        self._pull, self._push, self._release = open_sockets(self, inbox, outbox, directory)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(incoming)
         self._reached = not directory  # a connecting socket queues from the start
@@ -50,7 +45,11 @@ class ZmqEnd(Generic[_In, _Out]):
         messages = []
         with contextlib.suppress(zmq.Again):
             while True:
-                messages.append(self._decoder.decode(self._pull.recv(zmq.NOBLOCK)))
+                data = self._pull.recv(zmq.NOBLOCK)
+                try:
+                    messages.append(self._decoder.decode(data))
+                except msgspec.DecodeError as error:  # one that nobody may send ends nothing
+                    logger.error("a message was dropped, for it cannot be read", exc_info=error)
         return messages
 
     def wait(self, timeout: float, sentinel: int | None = None) -> None:
@@ -64,13 +63,3 @@ class ZmqEnd(Generic[_In, _Out]):
         """Give the last messages a second to leave."""
         with self._lock:
             self._release()
-
-
-def _release(
-    context: zmq.Context[Any], pull: zmq.Socket[Any], push: zmq.Socket[Any], directory: str
-) -> None:
-    pull.close(linger=0)
-    push.close(linger=0 if directory else 1000)
-    context.term()
-    if directory:
-        shutil.rmtree(directory, ignore_errors=True)

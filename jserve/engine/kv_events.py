@@ -4,8 +4,10 @@
     ROUTER  ← "" | first number wanted
             → "" | number | payload, for each batch that is kept; at the end "" | −1 | ""
 
-The engine's thread only appends to a queue, and no subscriber can hold up the one that sends: ZMQ
-drops what a slow one does not take, who sees a gap in the numbers and asks for a replay.
+The engine's thread only appends to a queue. When that is full, because hashing cannot keep up, the
+changes until it is empty are left out, and AllBlocksCleared stands for them: subscribers then know
+of less than is cached, never of more. Nor can they hold up the thread that sends: ZMQ drops what a
+slow one does not take, who sees a gap in the numbers and asks for a replay.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ _POLL = 0.05  # seconds: how long a replay or a close may have to wait
 _MAX_BATCH = 1000  # changes in one message
 _LINGER = 200  # ms for the last messages to leave
 
-_Change = Callable[[], KvEvent]
+_Change = Callable[[], KvEvent | None]
 
 
 def open_kv_events(
@@ -55,7 +57,7 @@ class KvEventPublisher:
     def __init__(self, options: KvEventsOptions, num_pages: int, page_size: int) -> None:
         self._recorder = EventRecorder(num_pages, page_size)
         self._num_held = 0  # pages; the engine's thread counts them
-        self._most = options.max_queue_size
+        self._most, self._behind = options.max_queue_size, False
         self._changes: queue.SimpleQueue[_Change] = queue.SimpleQueue()
         self._sender = _Sender(options)
         self._closing = threading.Event()
@@ -85,20 +87,23 @@ class KvEventPublisher:
         self._put(self._recorder.cleared)
 
     def _put(self, change: _Change) -> None:
-        # It waits for hashing only: a change that were left out would falsify all hashes behind it.
-        while self._changes.qsize() >= self._most and self._thread.is_alive():
-            time.sleep(0.001)
-        if self._thread.is_alive():
-            self._changes.put(change)
+        num_waiting = self._changes.qsize()
+        self._behind = self._behind and num_waiting > 0
+        if self._behind or not self._thread.is_alive():
+            return
+        if num_waiting >= self._most:
+            self._behind, change = True, self._recorder.cleared
+            logger.warning("KV events: %d changes wait; the next are not published", num_waiting)
+        self._changes.put(change)
 
     # The publishing thread.
 
     def _run(self) -> None:
         try:
             while not (self._closing.is_set() and self._changes.empty()):
-                changes = self._take()
-                if changes:
-                    self._sender.publish([change() for change in changes])
+                made = (change() for change in self._take())
+                if events := [event for event in made if event is not None]:
+                    self._sender.publish(events)
                 self._sender.answer_replays()
         except Exception as error:  # the thread's top: the engine serves on without events
             logger.critical("no more KV events are published", exc_info=error)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import array
 import collections
 import dataclasses
+import math
 import threading
 from collections.abc import Sequence
 
@@ -39,7 +40,8 @@ class Placement:
     """Safe from any thread.
 
     A prompt is known by the chained hashes of its whole blocks, in its cache namespace; each rank
-    remembers the last `num_blocks` of them that it was sent.
+    remembers the last `num_blocks` of them that it was sent. `slots`, which may be told later, is
+    how many requests a rank runs at a time: nobody waits for one beside a free one.
     """
 
     def __init__(self, ranks: int, page_size: int = 16, *, num_blocks: int = 1 << 16) -> None:
@@ -48,12 +50,13 @@ class Placement:
         self._open: dict[str, dict[int, _Open]] = {}  # by rid, then turn: the latest comes last
         self._lock = threading.Lock()
         self._first = 0  # of ranks that are alike
+        self.slots: float = math.inf
 
     def place(self, submit: Submit) -> int:
         """The rank for `submit`, which is its load until `end`.
 
-        Raises RequestError for a `routed_dp_rank` that there is not, EngineDeadError when every
-        rank is lost.
+        Raises RequestError for a `routed_dp_rank` that there never was, EngineDeadError for one
+        that is lost, or when all are.
         """
         blocks = self._blocks_of(submit)
         with self._lock:
@@ -137,9 +140,7 @@ class Placement:
             )
         if not self._ranks[rank].alive:
             living = ", ".join(str(one.index) for one in self._ranks if one.alive)
-            raise RequestError(
-                f"routed_dp_rank {rank} has ended; {living} can be chosen.", "routed_dp_rank"
-            )
+            raise EngineDeadError(f"routed_dp_rank {rank} has ended; {living} can be chosen.")
         return self._ranks[rank]
 
     def _choose(self, living: Sequence[_Rank], blocks: list[int]) -> _Rank:
@@ -148,7 +149,8 @@ class Placement:
         if most and most >= _MIN_SHARE * len(blocks):
             best = self._idlest([rank for rank in living if cached[rank.index] == most])
             excess = best.num_tokens - least.num_tokens
-            if excess <= _MAX_EXCESS or best.num_tokens <= _MAX_RATIO * least.num_tokens:
+            near = excess <= _MAX_EXCESS or best.num_tokens <= _MAX_RATIO * least.num_tokens
+            if near and not least.num_requests < self.slots <= best.num_requests:
                 return best
         self._first = least.index + 1
         return least

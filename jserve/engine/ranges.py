@@ -5,15 +5,15 @@ from __future__ import annotations
 from jserve.errors import RequestError
 from jserve.types import (
     MAX_LOGIT_BIAS,
+    MAX_OWN_STOP_TOKEN_IDS,
+    MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
     TOP_K_ALL,
     SamplingParams,
 )
 
 INT32_MAX = 2**31 - 1
 MAX_FLOAT = 1e30  # far enough from float32's largest, 3.4e38, for sums on the device to stay finite
-_MAX_OWN_STOP_TOKEN_IDS = MAX_STOP_TOKEN_IDS - 8
 
 
 def check_ranges(sampling: SamplingParams, vocab_size: int) -> None:
@@ -41,8 +41,9 @@ def check_ranges(sampling: SamplingParams, vocab_size: int) -> None:
     check("min_new_tokens", within, f"<= max_new_tokens ({limit})")
     check("n", 1 <= sampling.n <= 128, "in [1, 128]")
     check("stop", len(sampling.stop) <= MAX_STOP_STRINGS, f"at most {MAX_STOP_STRINGS} strings")
-    check("stop", all(sampling.stop), "non-empty strings")
-    ids, bias, most = sampling.stop_token_ids, sampling.logit_bias, _MAX_OWN_STOP_TOKEN_IDS
+    fit = all(0 < len(stop) <= MAX_STOP_CHARACTERS for stop in sampling.stop)
+    check("stop", fit, f"non-empty strings of at most {MAX_STOP_CHARACTERS} characters")
+    ids, bias, most = sampling.stop_token_ids, sampling.logit_bias, MAX_OWN_STOP_TOKEN_IDS
     check("stop_token_ids", len(ids) <= most, f"at most {most} ids")
     known, range_ = range(vocab_size), f"in [0, {vocab_size})"
     check("stop_token_ids", all(token in known for token in ids), f"ids {range_}")

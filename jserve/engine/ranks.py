@@ -1,7 +1,8 @@
 """One engine made of several: --dp-size processes (or threads) behind one channel.
 
     Submit → engine/placement.py → a rank        Deltas, Gauges, Progress, replies ← merged
-    Abort → the rank of its request, or all      Control → all that live
+    Abort → the rank of its request, or all      Control → all that live; a flush twice: would any
+                                                 refuse, and only if none would, do it
 
 A rank that breaks takes its own open requests with it, and nothing else. Knows ranks and messages;
 nothing of devices, nor of what a rank does with a message.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +22,7 @@ from typing import Any, Protocol
 import msgspec
 
 from jserve.config import Config, Replica, num_replicas
+from jserve.config.pages import least_page_size
 from jserve.engine.channel import ApiEnd
 from jserve.engine.local import local_ends
 from jserve.engine.merging import JointProgress, JointReplies, merged_gauges
@@ -69,7 +72,7 @@ def start_worker(config: Config, builder: str, inline: bool) -> Worker:
     places = [Replica(rank, alone=not inline) for rank in range(count)]
     configs = [dataclasses.replace(config, replica=place) for place in places]
     options = {"num_blocks": 0} if config.cache.disable_radix_cache else {}
-    placement = Placement(count, config.cache.page_size, **options)
+    placement = Placement(count, least_page_size(config.cache), **options)
     with contextlib.ExitStack() as undo:  # when not all can be started
         workers: list[Worker] = []
         for one in configs:
@@ -142,7 +145,8 @@ class Front:
         self._living = dict.fromkeys(range(len(channels)))
         self._replies, self._progress = JointReplies(), JointProgress(len(channels))
         self._gauges = {rank: Gauges(values={}) for rank in self._living}
-        self._flushes: set[str] = set()  # ids of Controls
+        self._flushes: dict[str, Control] = {}  # put off until no rank would refuse
+        self._flushing: set[str] = set()  # ids of those that were put to all
         inbox, outbox = local_ends()
         self.drain, self.wait, self._tell = inbox.drain, inbox.wait, outbox.send
         self._routes: dict[type, Callable[[Any], None]] = {
@@ -156,6 +160,11 @@ class Front:
             Gauges: self._on_gauges,
             Progress: self._on_progress,
         }
+
+    @property
+    def flushing(self) -> bool:
+        """Whether the ranks have been told to flush, and not all have replied."""
+        return bool(self._flushing)
 
     def send(self, message: ToEngine) -> None:
         """Raises what Placement.place does."""
@@ -177,6 +186,8 @@ class Front:
         """It has ended: what it had open fails. One that had not started takes all with it."""
         ended = f"data-parallel rank {rank} ended: {why}"
         with self._lock:
+            if self.closing:
+                ended = "the engine was shut down"
             del self._living[rank], self._gauges[rank]
             if not self._living or not self._progress.ready:
                 self.ended = self.ended or ended
@@ -207,10 +218,14 @@ class Front:
     def _ask(self, control: Control) -> None:
         self.closing = self.closing or control.op == "shutdown"
         with self._lock:
-            self._replies.expect(control.id, self._living)
             if control.op == "flush_cache":
-                self._flushes.add(control.id)
-            self._to_all(control)
+                self._flushes[control.id] = control
+                control = msgspec.structs.replace(control, op="may_flush")
+            self._put(control)
+
+    def _put(self, control: Control) -> None:
+        self._replies.expect(control.id, self._living)
+        self._to_all(control)
 
     def _to_all(self, message: ToEngine) -> None:
         for rank in tuple(self._living):
@@ -233,8 +248,13 @@ class Front:
                 self._reply(joint)
 
     def _reply(self, joint: ControlReply) -> None:
-        if joint.id in self._flushes:
-            self._flushes.discard(joint.id)
+        flush = self._flushes.pop(joint.id, None)
+        if flush is not None and joint.ok:  # else it is refused, and no rank has lost anything
+            self._flushing.add(joint.id)
+            self._put(flush)
+            return
+        if joint.id in self._flushing:
+            self._flushing.discard(joint.id)
             if joint.ok:
                 self._placement.forget()
         self._tell(joint)
@@ -255,5 +275,6 @@ class Front:
                 return
             if joint.stage == "ready":
                 self._replies.facts = frozenset(joint.payload)
+                self._placement.slots = message.payload.get("max_running_requests", math.inf)
                 self._tell(merged_gauges(self._gauges))
             self._tell(joint)

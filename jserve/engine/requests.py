@@ -17,6 +17,13 @@ from jserve.errors import RequestError
 from jserve.types import GenerateRequest
 from jserve.types.wording import lone_surrogate, plain_types
 
+#: What a LogprobParams is made of: the name of each argument, and its value that asks for nothing.
+_LOGPROBS: dict[str, tuple[str, Any]] = {
+    "start_len": ("logprob_start_len", -1),
+    "top_num": ("top_logprobs_num", 0),
+    "token_ids": ("token_ids_logprob", ()),
+}
+
 
 def expand(
     prompt: str | list[str] | None = None,
@@ -41,8 +48,9 @@ def expand(
 ) -> tuple[list[GenerateRequest], bool]:
     """(one request a prompt, whether the answer is a list of bodies).
 
-    Scalars hold for every prompt, lists have one value a prompt. `data_parallel_rank` is an old
-    name of `routed_dp_rank`.
+    Scalars hold for every prompt, lists have one value a prompt; a scalar that says which
+    log-probabilities are wanted holds for those prompts of which any are. `data_parallel_rank` is
+    an old name of `routed_dp_rank`.
     """
     if (prompt is None) == (input_ids is None):
         raise RequestError("Exactly one of prompt and input_ids must be given.", "prompt")
@@ -54,17 +62,17 @@ def expand(
         raise RequestError("prompt must not be an empty list.", "prompt")
     if batch and isinstance(rid, str):
         rid = [f"{rid}_{i}" for i in range(size)]
-    ids: list[Any] = token_ids_logprob or []
+    ids: Any = token_ids_logprob or []
+    ids = tuple(ids) if all(type(token) is int for token in ids) else ids  # one value for all
+    scored = _column("return_logprob", return_logprob, size)
     rank = one_rank(routed_dp_rank, data_parallel_rank)
     columns = {
         field: prompts,
         "sampling_params": _column("sampling_params", sampling_params, size),
-        "return_logprob": _column("return_logprob", return_logprob, size),
-        "start_len": _column("logprob_start_len", logprob_start_len, size),
-        "top_num": _column("top_logprobs_num", top_logprobs_num, size),
-        "token_ids": [ids] * size
-        if all(type(token) is int for token in ids)
-        else _column("token_ids_logprob", ids, size),
+        "return_logprob": scored,
+        "start_len": _where("logprob_start_len", logprob_start_len, scored),
+        "top_num": _where("top_logprobs_num", top_logprobs_num, scored),
+        "token_ids": _where("token_ids_logprob", ids, scored),
         "rid": _column("rid", rid, size),
         "extra_key": _column("extra_key", extra_key, size),
         "cache_salt": _column("cache_salt", cache_salt, size),
@@ -98,10 +106,11 @@ def check_ranks(requests: Iterable[GenerateRequest], num_ranks: int) -> None:
 def _request(fields: dict[str, Any]) -> GenerateRequest:
     """One GenerateRequest of one value an argument, types checked."""
     sampling = sampling_from_dict(fields.pop("sampling_params"))
-    names = ("start_len", "top_num", "token_ids")
-    logprobs = {name: value for name in names if (value := fields.pop(name)) is not None}
-    if not fields.pop("return_logprob"):
-        logprobs = None
+    given = {name: value for name in _LOGPROBS if (value := fields.pop(name)) is not None}
+    logprobs = given if fields.pop("return_logprob") else None
+    for name, (argument, nothing) in _LOGPROBS.items():
+        if logprobs is None and given.get(name, nothing) not in (nothing, []):
+            raise RequestError(f"{argument} needs return_logprob: true.", argument)
     for name in ("extra_key", "cache_salt"):
         fields[name] = fields[name] or None
     for name, value in {**fields, **msgspec.structs.asdict(sampling)}.items():
@@ -116,6 +125,15 @@ def _request(fields: dict[str, Any]) -> GenerateRequest:
         problem, _, path = str(error).rstrip("`").partition(" - at `$.")
         name = re.split(r"[.\[]", path)[0] or None
         raise RequestError(f"{path or 'request'}: {plain_types(problem)}.", name) from None
+
+
+def _where(name: str, value: Any, scored: list[Any]) -> list[Any]:
+    """The column of what says which log-probabilities are wanted: one value for all is for the rows
+    that are `scored`, if any is."""
+    column = _column(name, value, len(scored))
+    if isinstance(value, list) or not any(scored):
+        return column
+    return [one if wanted else None for one, wanted in zip(column, scored, strict=True)]
 
 
 def _column(name: str, value: Any, size: int) -> list[Any]:

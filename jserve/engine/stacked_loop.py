@@ -104,7 +104,7 @@ class StackedLoop:
             worked = idle = True
             self._recover(error)
         self._pass_on()
-        if not worked and not self._stopping:
+        if not (worked or self._stopping or self._front.flushing):
             self._busy_since = None
             self._channel.wait(IDLE_WAIT if idle else STALL_WAIT)
 

@@ -6,6 +6,7 @@ that knows the constructors of every room.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -13,6 +14,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
 
@@ -50,7 +52,8 @@ from jserve.runner.window_share import kept_tokens
 from jserve.scheduler.request import SchedulerSettings
 from jserve.scheduler.scheduler import Scheduler
 from jserve.tokenizer.loader import load_tokenizer
-from jserve.tokenizer.vocabulary import vocabulary_of
+from jserve.tokenizer.tokenizer import Tokenizer
+from jserve.tokenizer.vocabulary import vocabulary_of, with_ends
 from jserve.types import KVShape, ModelConfig, Progress
 from jserve.weights.checkpoint import Checkpoint, open_checkpoint
 from jserve.weights.loader import load_params
@@ -91,7 +94,8 @@ def build(config: Config, channel: EngineEnd) -> Loop | StackedLoop:
         page_size=resolved.page_size,
         hybrid=resolved.hybrid_swa,
     )
-    grammars = functools.partial(_grammar_backend, config, checkpoint, model_config)
+    loading = _loading(config, checkpoint)
+    grammars = functools.partial(_grammar_backend, config, loading, model_config)
     templates = Templates(grammars, config.grammar.grammar_compile_timeout)
     told = progress("weights")
     params = load_params(model.specs, checkpoint, rules, resolved.dtype, progress=told)
@@ -105,6 +109,8 @@ def build(config: Config, channel: EngineEnd) -> Loop | StackedLoop:
         compilation_cache_dir=_cache_dir(config),
         facts=(model_config,),
     )
+    tokenizer = loading.result()
+    model_config = with_ends(model_config, tokenizer)
     runner = (Runner if rules.ranks is None else StackedRunner)(*made)
     facts = _facts(model_config, resolved, runner) | {
         "weight_bytes": sum(a.nbytes for a in params.values()) // resolved.attn_dp_size,
@@ -113,7 +119,7 @@ def build(config: Config, channel: EngineEnd) -> Loop | StackedLoop:
     }
     ends = contextlib.ExitStack()
     ends.callback(templates.close)
-    parts = _Parts(config, resolved, checkpoint, model_config, model.cache, runner, templates, ends)
+    parts = _Parts(config, resolved, tokenizer, model_config, model.cache, runner, templates, ends)
     return parts.stacked(channel, facts) if rules.ranks else parts.alone(channel, facts)
 
 
@@ -123,7 +129,7 @@ class _Parts:
 
     config: Config
     resolved: Resolved
-    checkpoint: Checkpoint
+    tokenizer: Tokenizer
     model_config: ModelConfig
     cache_shape: KVShape
     runner: Any  # a Runner or a StackedRunner
@@ -163,7 +169,7 @@ class _Parts:
         settings = _scheduler_settings(config, resolved, self.model_config, number)
         scheduler = Scheduler(settings, cache)
         return scheduler, Masks(
-            self.templates, scheduler, *_jump(config, self.checkpoint, scheduler)
+            self.templates, scheduler, *_jump(config, self.tokenizer, scheduler)
         )
 
     def _options(self) -> dict[str, Any]:
@@ -202,19 +208,25 @@ def _facts(model: ModelConfig, resolved: Resolved, runner: Any) -> dict[str, Any
     }
 
 
-def _grammar_backend(config: Config, checkpoint: Checkpoint, model: ModelConfig) -> Backend:
-    """What masks tokens, with the tokenizer that the API process has."""
+def _loading(config: Config, checkpoint: Checkpoint) -> Future[Tokenizer]:
+    """The tokenizer that the API process has, while weights are read and programs compiled."""
+    thread = concurrent.futures.ThreadPoolExecutor(1, "jserve-tokenizer")
+    loading = thread.submit(load_tokenizer, checkpoint, config.model.tokenizer_path)
+    thread.shutdown(wait=False)
+    return loading
+
+
+def _grammar_backend(config: Config, loading: Future[Tokenizer], model: ModelConfig) -> Backend:
+    """What masks tokens."""
     name = choose_backend(config.grammar.grammar_backend)
     if name == "none":
         raise ConfigError("--grammar-backend is none")
-    tokenizer = load_tokenizer(checkpoint, config.model.tokenizer_path)
-    return make_backend(name, vocabulary_of(tokenizer, model))
+    tokenizer = loading.result()
+    return make_backend(name, vocabulary_of(tokenizer, with_ends(model, tokenizer)))
 
 
-def _jump(config: Config, checkpoint: Checkpoint, scheduler: Scheduler) -> tuple[JumpForward, ...]:
-    if not config.grammar.grammar_jump_forward:
-        return ()
-    return (JumpForward(load_tokenizer(checkpoint, config.model.tokenizer_path), scheduler.jump),)
+def _jump(config: Config, tokenizer: Tokenizer, scheduler: Scheduler) -> tuple[JumpForward, ...]:
+    return (JumpForward(tokenizer, scheduler.jump),) if config.grammar.grammar_jump_forward else ()
 
 
 def _open_cache(

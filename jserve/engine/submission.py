@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 
-import msgspec
-
-from jserve.engine.grammars import Grammars
 from jserve.engine.misfit import misfit, too_long
-from jserve.engine.ranges import check_ranges
 from jserve.errors import RequestError
 from jserve.tokenizer.stop_regex import check_stop_regexes
 from jserve.tokenizer.tokenizer import Tokenizer
@@ -20,11 +15,10 @@ _LONG_TEXT = 32 * 1024  # characters that would stop the event loop for millisec
 
 
 async def make_submit(
-    request: GenerateRequest, tokenizer: Tokenizer, limits: tuple[int, int], grammars: Grammars
+    request: GenerateRequest, rid: str, tokenizer: Tokenizer, limits: tuple[int, int]
 ) -> Submit:
-    """The request as the engine gets it, but for n. Raises RequestError naming the field.
-
-    `limits`: size of the vocabulary, context length.
+    """The request as the engine gets it, but for n and grammar, once its sampling parameters are
+    within range. `limits`: vocabulary size, context length. Raises RequestError naming the field.
     """
     created, text, (vocab_size, context) = request.created or time.time(), request.text, limits
     if (text is None) == (request.input_ids is None):
@@ -40,7 +34,6 @@ async def make_submit(
     field, wanted = "input_ids" if text is None else "text", request.sampling.max_new_tokens or 0
     if not 0 < len(ids) < context or not 0 <= min(ids) <= max(ids) < vocab_size:
         raise misfit(field, ids, wanted, vocab_size, context)
-    check_ranges(request.sampling, vocab_size)
     if len(ids) + wanted > context:
         raise misfit(field, ids, wanted, vocab_size, context)
     if request.sampling.stop_regex:
@@ -48,10 +41,9 @@ async def make_submit(
     logprobs = request.logprobs
     if logprobs is not None:
         logprobs.verify(len(ids), vocab_size)
-        if request.sampling.max_new_tokens == 0 and logprobs.start_len < 0:
-            logprobs = msgspec.structs.replace(logprobs, start_len=0)  # the prompt's are meant
-    submit = Submit(
-        rid=request.rid or uuid.uuid4().hex,
+        logprobs = logprobs.meant(request.sampling.max_new_tokens)
+    return Submit(
+        rid=rid,
         prompt_ids=ids,
         sampling=request.sampling,
         logprobs=logprobs,
@@ -63,8 +55,3 @@ async def make_submit(
         sent=time.time(),
         routed_dp_rank=request.routed_dp_rank,
     )
-    params = request.sampling
-    constrained = params.json_schema or params.regex or params.ebnf or params.structural_tag
-    if constrained or request.require_reasoning:
-        return await grammars.compiled(submit, request.require_reasoning)
-    return submit

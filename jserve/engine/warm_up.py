@@ -1,35 +1,40 @@
 """Prompts that are computed before the requests that share them start, so that these find them in
 the prefix cache.
 
-Owns what is worth it, and aborts that come meanwhile. Knows nothing of the cache but its page size;
+Owns what is worth it. Knows nothing of the cache but its page size;
 that requests which are already there share a prefix is the scheduler's to see.
 """
 
 from __future__ import annotations
 
+import asyncio
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 
-from jserve.engine.claims import Claims, all_aborted
+from jserve.engine.aborts import all_aborted
 from jserve.engine.client import EngineClient
 from jserve.engine.refusals import raise_refusal
-from jserve.types import Abort, SamplingParams, Submit
+from jserve.engine.route import Route
+from jserve.types import Delta, SamplingParams, Submit
 
 MIN_SHARED = 64  # tokens; shorter ones take less time to compute again than to wait for
 
 
-async def warm_up(client: EngineClient, prompts: Sequence[Submit], waiting: Claims) -> None:
-    """Compute the prompts. Sequences with the ids `waiting` start behind it, unless this raises:
-    what aborts them until then ends them when they do.
+async def warm_up(
+    client: EngineClient, prompts: Sequence[Submit], waiting: Iterable[Route]
+) -> None:
+    """Compute the prompts. What is `waiting` starts behind it, unless this raises.
 
     Raises what a prompt is refused with. One that is aborted is not waited for any longer.
     """
     if all_aborted(waiting):
         return
-    with client.open(prompts) as inbox:
+    inbox = asyncio.Queue[Delta]()
+    with client.claim([one.rid for one in prompts]):
+        client.submit(prompts, inbox.put_nowait)
         for _ in prompts:
             while (delta := await inbox.get()).finish is None:
                 pass
@@ -41,7 +46,7 @@ def prefix_of(submit: Submit, rid: str, length: int) -> Submit:
     """The first `length` tokens of the prompt as a request, in the same namespace."""
     ids, nothing = submit.prompt_ids[:length], SamplingParams(max_new_tokens=0)
     plain = {"sampling": nothing, "logprobs": None, "grammar": None, "thinking": None}
-    return msgspec.structs.replace(submit, rid=rid, prompt_ids=ids, claimed=False, **plain)
+    return msgspec.structs.replace(submit, rid=rid, prompt_ids=ids, **plain)
 
 
 def shared_prefixes(submits: Sequence[Submit], page_size: int) -> list[Submit]:
@@ -69,15 +74,6 @@ def reusable(submit: Submit) -> int:
     if submit.logprobs is None or submit.logprobs.start_len < 0:
         return most
     return min(most, submit.logprobs.start_len)
-
-
-def abort(client: EngineClient, rid: str, abort_all: bool) -> None:
-    """End every request whose id starts with `rid`, also those that wait to be submitted."""
-    message = Abort(rid=rid, exact=False, abort_all=abort_all)
-    for waiting, aborts in client.aborted_early.copy().items():
-        if abort_all or waiting.startswith(rid):
-            aborts.append(message)
-    client.send(message)
 
 
 def _num_common(lists: Sequence[Any]) -> int:

@@ -14,6 +14,10 @@ class GrammarError(Exception):
     """A grammar that cannot be enforced; the message says why and, if known, where."""
 
 
+class GrammarUnavailable(GrammarError):
+    """One that was not compiled, for reasons that are not its own: it may be tried again."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Vocabulary:
     """What a grammar knows of a model's tokens.

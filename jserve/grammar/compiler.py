@@ -2,9 +2,9 @@
 
 A thread cannot be killed and a process can: one that takes too long is, and one that grows too
 large fails by itself. Spare workers are kept ready, short texts do not wait for long ones
-(turns.py), and when all are busy those that have had their share of time give way, so that
-compilations that hang do not keep the next one waiting. Knows nothing of requests, engines and
-masks.
+(turns.py), and when all are busy those that have had their share of time give way, and at once
+those that nobody waits for any more, so that compilations that hang do not keep the next one
+waiting. Knows nothing of requests, engines and masks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from threading import Lock
 
-from jserve.grammar.backend import GrammarError, Vocabulary
+from jserve.grammar.backend import GrammarError, GrammarUnavailable, Vocabulary
 from jserve.grammar.turns import NUM_EXTRA, Turns
 from jserve.grammar.worker import work
 from jserve.grammar.workers import Work, Worker, Workers
@@ -53,6 +53,7 @@ class CompilerCounts:
     failed: int = 0
     timeouts: int = 0
     crashes: int = 0
+    abandoned: int = 0  # before they ran, or for others
     seconds: float = 0.0
 
 
@@ -60,6 +61,27 @@ class CompilerCounts:
 class _Failure:
     reason: str
     until: float  # time.monotonic()
+    kind: type[GrammarError] = GrammarError
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Open:
+    """What comes of a spec, and how many wait for it."""
+
+    future: concurrent.futures.Future[CompiledSpec]
+    num_waiting: int = 0
+
+
+class _TooLate(Exception):
+    """`kind`: what to raise for it."""
+
+    def __init__(self, reason: str, kind: type[GrammarError]) -> None:
+        super().__init__(reason)
+        self.kind = kind
+
+
+class _Abandoned(Exception):
+    """Nobody waits for it, and others do for its worker."""
 
 
 class GrammarCompiler:
@@ -82,7 +104,7 @@ class GrammarCompiler:
         self._threads = concurrent.futures.ThreadPoolExecutor(most, "jserve-grammar")
         self._turns: Turns[GrammarSpec] = Turns(limits.max_workers)
         self._lock = Lock()
-        self._open: dict[GrammarSpec, concurrent.futures.Future[CompiledSpec]] = {}
+        self._open: dict[GrammarSpec, _Open] = {}
         self._cache: collections.OrderedDict[GrammarSpec, CompiledSpec | _Failure] = (
             collections.OrderedDict()
         )
@@ -94,17 +116,30 @@ class GrammarCompiler:
             return self._known(spec)
 
     def compile(self, spec: GrammarSpec) -> concurrent.futures.Future[CompiledSpec]:
-        """A future that must not be cancelled: others may wait for it. Raises GrammarError."""
+        """A future that must not be cancelled: others may wait for it. Who does no more says so by
+        `leave`. Raises GrammarError."""
         with self._lock:
             known = self._known(spec)
             if known is not None:
                 return known
-            future = self._open.get(spec)
-            if future is None:
-                future = self._open[spec] = concurrent.futures.Future()
+            found = self._open.get(spec)
+            if found is None:
+                found = self._open[spec] = _Open(concurrent.futures.Future())
                 self._turns.put(spec, len(spec.text))
                 self._threads.submit(self._run)
-            return future
+            found.num_waiting += 1
+            return found.future
+
+    def leave(self, spec: GrammarSpec, future: concurrent.futures.Future[CompiledSpec]) -> None:
+        """One less waits for what `compile` has returned. When that was the last, it is not begun;
+        when it runs, it goes on for the next one until others wait for its worker."""
+        with self._lock:
+            found = self._open.get(spec)
+            if found is None or found.future is not future:
+                return
+            found.num_waiting -= 1
+            if found.num_waiting == 0 and self._turns.take_back(spec):
+                self._abandon(spec)
 
     def flush(self) -> None:
         """Forget all results."""
@@ -129,17 +164,22 @@ class GrammarCompiler:
         self._meter.count("num_grammar_cache_hit_total", 1)
         done: concurrent.futures.Future[CompiledSpec] = concurrent.futures.Future()
         if isinstance(found, _Failure):
-            done.set_exception(GrammarError(found.reason))
+            done.set_exception(found.kind(found.reason))
         else:
             done.set_result(found)
         return done
 
     def _run(self) -> None:
         """Compile what is due."""
-        spec, turn = self._turns.take()
-        future = self._open[spec]
+        taken = self._turns.take()
+        if taken is None:
+            return
+        spec, turn = taken
+        future = self._open[spec].future
         try:
             result = self._result(spec)
+        except _Abandoned:
+            return
         except BaseException as error:  # our fault, and who waits must hear of it
             with self._lock:
                 del self._open[spec]
@@ -148,7 +188,7 @@ class GrammarCompiler:
         finally:
             self._turns.give(turn)
         if isinstance(result, _Failure):
-            future.set_exception(GrammarError(result.reason))
+            future.set_exception(result.kind(result.reason))
         else:
             future.set_result(result)
 
@@ -157,14 +197,16 @@ class GrammarCompiler:
         result: CompiledSpec | _Failure
         try:
             result = self._compiled(spec)
+        except GrammarUnavailable as error:
+            result = _Failure(str(error), self._clock() - 1.0, GrammarUnavailable)
         except GrammarError as error:
             result = _Failure(str(error), float("inf"))
-        except TimeoutError as error:
+        except _TooLate as error:
             with self._lock:
                 alone = len(self._open) == 1
             # beside others it may have been short of processor time: it may be tried again at once
             until = self._clock() + (_FORGET_SECONDS if alone else -1.0)
-            result = _Failure(str(error), until)
+            result = _Failure(str(error), until, error.kind)
             self._meter.count("num_grammar_timeout_total", 1)
             with self._lock:
                 self.counts.timeouts += 1
@@ -188,7 +230,7 @@ class GrammarCompiler:
         worker = self._sent(spec)
         again = False
         try:
-            payload, reason, again = self._answer(worker)
+            payload, reason, again = self._answer(worker, spec)
         finally:
             self._workers.give(worker, again)
         if reason:
@@ -197,7 +239,7 @@ class GrammarCompiler:
 
     def _sent(self, spec: GrammarSpec) -> Worker:
         """A worker that has the spec, and what it needs. One that died idle says nothing about it.
-        Raises TimeoutError."""
+        Raises _TooLate."""
         seconds = self._limits.seconds
         for _ in range(_SEND_TRIES):
             worker, loaded = self._workers.take(spec.kind), None
@@ -209,19 +251,36 @@ class GrammarCompiler:
             self._workers.give(worker, again=False)
             if loaded is False:
                 why = f"what compiles it was not loaded within {seconds:g} seconds"
-                raise TimeoutError(f"{why}; try again later")
-        raise GrammarError("no worker process stays alive")
+                raise _TooLate(f"{why}; try again later", GrammarUnavailable)
+        raise GrammarUnavailable("no worker process stays alive")
 
-    def _answer(self, worker: Worker) -> tuple[bytes, str, bool]:
+    def _answer(self, worker: Worker, spec: GrammarSpec) -> tuple[bytes, str, bool]:
         start = time.monotonic()
         while not worker.answered(_POLL_SECONDS):
             spent = time.monotonic() - start
-            limit, hint = self._limits.seconds, "make it smaller"
-            if self._turns.crowded and self._limits.crowded_seconds < limit:
+            limit, hint, kind = self._limits.seconds, "make it smaller", GrammarError
+            crowded = self._turns.crowded
+            if crowded and self._abandoned(spec):
+                raise _Abandoned
+            if crowded and self._limits.crowded_seconds < limit:
                 limit, hint = self._limits.crowded_seconds, "others wait: try again later"
+                kind = GrammarUnavailable
             if spent >= limit:
-                raise TimeoutError(f"it was not compiled within {limit:g} seconds; {hint}")
+                why = f"it was not compiled within {limit:g} seconds of a worker's time; {hint}"
+                raise _TooLate(why, kind)
         return worker.receive()
+
+    def _abandoned(self, spec: GrammarSpec) -> bool:
+        """Whether nobody waits for it, nor will: who asks from now on begins anew."""
+        with self._lock:
+            if self._open[spec].num_waiting:
+                return False
+            self._abandon(spec)
+            return True
+
+    def _abandon(self, spec: GrammarSpec) -> None:
+        self._open.pop(spec).future.cancel()
+        self.counts.abandoned += 1
 
     def _remember(self, spec: GrammarSpec, result: CompiledSpec | _Failure) -> None:
         failed = isinstance(result, _Failure)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Mapping
 
 from jserve.grammar.backend import GrammarError
-from jserve.grammar.gbnf import check_notation
+from jserve.grammar.gbnf import Item, Ref, check_notation, named_in, parse_gbnf
+from jserve.grammar.regex_tree import Alt, Repeat, Seq
 
 _TEXT = re.compile(r'"(?:[^"\\\n]|\\.)*"|\[(?:[^\]\\\n]|\\.)*\]|#[^\n]*')
 
@@ -18,3 +21,36 @@ def check_ebnf(text: str) -> None:
     if found:
         line = text.count("\n", 0, found.start()) + 1
         raise GrammarError(f"lookahead (=…) in line {line} cannot be enforced")
+    rules: Mapping[str, Item] = {}
+    with contextlib.suppress(GrammarError):  # what only xgrammar reads is left to it
+        rules = parse_gbnf(text)
+    check_ends(rules)
+
+
+def check_ends(rules: Mapping[str, Item]) -> None:
+    """Raises GrammarError for a rule that an answer can come to, and that no text ends."""
+    reached, open_ = set[str](), {"root"} & rules.keys()
+    while open_:
+        reached |= open_
+        open_ = set().union(*(named_in(rules[name]) for name in open_)) - reached
+    ending = set[str]()
+    while more := {n for n in rules.keys() - ending if _has_end(rules[n], ending)}:
+        ending |= more
+    for name in rules:
+        if name in reached - ending:
+            raise GrammarError(
+                f"no text can satisfy the rule {name}: it leads back to itself without an end"
+            )
+
+
+def _has_end(node: Item, ending: set[str]) -> bool:
+    match node:
+        case Ref(name):
+            return name in ending
+        case Seq(items):
+            return all(_has_end(item, ending) for item in items)
+        case Alt(options):
+            return any(_has_end(option, ending) for option in options)
+        case Repeat(item, least):
+            return least == 0 or _has_end(item, ending)
+    return True

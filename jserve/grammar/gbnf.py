@@ -38,6 +38,21 @@ class Ref:
     name: str
 
 
+Item = Node | Ref
+
+
+def named_in(node: Item) -> set[str]:
+    """The rules that it names."""
+    match node:
+        case Ref(name):
+            return {name}
+        case Seq(items) | Alt(items):
+            return set().union(*map(named_in, items))
+        case Repeat(item):
+            return named_in(item)
+    return set()
+
+
 def check_notation(text: str) -> None:
     """Raises GrammarError for the notations of other grammars."""
     found = None if "::=" in text else _LARK.search(text)
@@ -49,7 +64,7 @@ def check_notation(text: str) -> None:
         )
 
 
-def parse_gbnf(text: str) -> dict[str, Node | Ref]:
+def parse_gbnf(text: str) -> dict[str, Item]:
     """Its rules by name; `root` is among them, and so are all that they name. Raises GrammarError
     with the line."""
     check_notation(text)
@@ -70,8 +85,8 @@ class _Reader:
             at = found.end()
         self._at = self._depth = 0
 
-    def rules(self) -> dict[str, Node | Ref]:
-        rules: dict[str, Node | Ref] = {}
+    def rules(self) -> dict[str, Item]:
+        rules: dict[str, Item] = {}
         self._named: dict[str, int] = {}  # and where
         while self._at < len(self._tokens):
             kind, name, at = self._tokens[self._at]
@@ -98,15 +113,15 @@ class _Reader:
         kind, text, _ = self._tokens[self._at + ahead]
         return text if kind == "sign" else kind
 
-    def _alternatives(self) -> Node | Ref:
+    def _alternatives(self) -> Item:
         options = [self._sequence()]
         while self._peek() == "|":
             self._at += 1
             options.append(self._sequence())
         return options[0] if len(options) == 1 else Alt(tuple(options))  # type: ignore[arg-type]
 
-    def _sequence(self) -> Node | Ref:
-        items: list[Node | Ref] = []
+    def _sequence(self) -> Item:
+        items: list[Item] = []
         while self._peek() not in ("", "|", ")") and not self._begins_rule():
             item = self._item()
             while self._peek() == "count":
@@ -114,7 +129,7 @@ class _Reader:
             items.append(item)
         return items[0] if len(items) == 1 else Seq(tuple(items))  # type: ignore[arg-type]
 
-    def _item(self) -> Node | Ref:
+    def _item(self) -> Item:
         kind, text, at = self._tokens[self._at]
         self._at += 1
         if kind == "text":
@@ -141,7 +156,7 @@ class _Reader:
         self._at += 1
         return node
 
-    def _counted(self, item: Node | Ref) -> Repeat:
+    def _counted(self, item: Item) -> Repeat:
         _, text, at = self._tokens[self._at]
         self._at += 1
         least, most = _COUNTS.get(text, (0, None))

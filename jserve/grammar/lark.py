@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from jserve.grammar.gbnf import Ref
+from jserve.grammar.gbnf import Item, Ref, named_in
 from jserve.grammar.regex_syntax import write
-from jserve.grammar.regex_tree import Alt, Chars, Node, Repeat, Seq
+from jserve.grammar.regex_tree import Alt, Chars, Repeat, Seq
 
-Item = Node | Ref
 _NOTHING = '""'
 
 
@@ -100,23 +99,12 @@ class _Writer:
         return name
 
     def _is_plain(self, node: Item) -> bool:
-        return all(name in self._plain for name in _named(node))
-
-
-def _named(node: Item) -> set[str]:
-    match node:
-        case Ref(name):
-            return {name}
-        case Seq(items) | Alt(items):
-            return set().union(*map(_named, items))
-        case Repeat(item):
-            return _named(item)
-    return set()
+        return all(name in self._plain for name in named_in(node))
 
 
 def _without_recursion(rules: Mapping[str, Item]) -> set[str]:
     """The rules that lead neither back to themselves nor to one that does."""
-    names = {name: _named(node) for name, node in rules.items()}
+    names = {name: named_in(node) for name, node in rules.items()}
     plain: set[str] = set()
     while more := {name for name in names.keys() - plain if names[name] <= plain}:
         plain |= more

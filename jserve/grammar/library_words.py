@@ -23,6 +23,10 @@ Words = str | Callable[[re.Match[str]], str]
 
 _KNOWN: tuple[tuple[str, Words], ...] = (
     (
+        r"maximum number of nested parentheses",
+        "it has a pattern with too many repeated groups in each other; about 80 are possible",
+    ),
+    (
         r"Current row has (\d+) items; max is (\d+)",
         lambda found: (
             f"at one place {found[1]} things could come next, and at most {found[2]} may: an "
@@ -58,6 +62,10 @@ _KNOWN: tuple[tuple[str, Words], ...] = (
         r"Failed to generate regex for (?:float|integer) range",
         "minimum and maximum are no range that can be enforced; numbers must be below 1e16",
     ),
+    (
+        r"Regex is empty",
+        "its pattern, format and lengths exclude each other",
+    ),
     (r"Unsatisfiable schema: (.*)", lambda found: f"no value can satisfy it: {found[1]}"),
     (
         r"Resource '(.*?)' is not present in a registry",
@@ -72,9 +80,12 @@ _KNOWN: tuple[tuple[str, Words], ...] = (
         "allOf and $ref make an intersection that is too deep to be enforced; merge its parts",
     ),
     (r"lexer configuration .*too big|[Rr]egex.*too (?:large|big)", f"it has a pattern {_PATTERN}"),
-    (r"[Uu]nable to determine if regex is empty|fuel|lexer states", f"it has a pattern {_PATTERN}"),
     (
-        r"too large|[Tt]oo many (?:items|expressions)",
+        r"[Uu]nable to determine if regex is empty|fuel|too many (?:expressions|states)",
+        f"it has a pattern {_PATTERN}",
+    ),
+    (
+        r"too large|[Tt]oo many items",
         "it is too large; split it",
     ),
 )

@@ -5,29 +5,27 @@ Its payload is the grammar's own source in llguidance's form.
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import llguidance
 import numpy as np
+from llguidance import LLMatcher, LLParserLimits
 
 from jserve.grammar.backend import GrammarError, Vocabulary
-from jserve.grammar.gbnf import parse_gbnf
-from jserve.grammar.lark import to_lark
+from jserve.grammar.contradictions import refuse_contradiction
 from jserve.grammar.library_words import TOO_DEEP, plain_words
+from jserve.grammar.llguidance_source import schema_alone, source_of
 from jserve.grammar.places import too_deep
-from jserve.grammar.regex_syntax import whole_match
-from jserve.grammar.schema_check import check_schema
-from jserve.grammar.tag_check import old_form
 from jserve.types import GrammarSpec
 
-#: Between two JSON tokens: compact, spaced and indented texts, and no more blanks than those take.
-WHITE_SPACE = r"( |\n[ \t]{0,20})?"
-
-_JSON_OPTIONS = {
-    "whitespace_pattern": WHITE_SPACE,
-    "lenient": False,
-    "coerce_one_of": False,
-}
+#: Of what its lexer may build for one mask: 50 ms and less were measured for a million. Patterns
+#: are tried with half of what answers have, which take other ways through them.
+_FUEL = 2_000_000
+_LIMITS = LLParserLimits(step_lexer_fuel=_FUEL)
+_TRIAL_LIMITS = LLParserLimits(step_lexer_fuel=_FUEL // 2)
+_TRIALS, _TRIAL_TOKENS = 2, 64
+_CONTRADICTION = "Unsatisfiable schema: "
 
 
 class LLGuidanceBackend:
@@ -46,25 +44,43 @@ class LLGuidanceBackend:
 
     def compile(self, spec: GrammarSpec) -> bytes:
         try:
-            source = _source(spec)
+            source = source_of(spec)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise _refusal(str(error), spec) from None
-        _, messages = llguidance.LLMatcher.validate_grammar_with_warnings(source, self._tokenizer)
-        if messages:  # a warning is something that it would not enforce
-            raise _refusal(messages[0], spec)
-        self._try(source)
-        return source.encode()
+        message = self._message(source.text)
+        if message:
+            for at, schema in source.schemas if _CONTRADICTION in message else ():
+                refuse_contradiction(schema, at, self._contradiction)
+            raise _refusal(message, spec)
+        self._try(source.text)
+        for text, place in {text: place for place, text in source.costly[::-1]}.items():
+            for seed in range(_TRIALS):
+                self._walk(text, place, np.random.default_rng(seed))
+        return source.text.encode()
 
     def load(self, payload: bytes) -> LLGuidanceTemplate:
-        matcher = llguidance.LLMatcher(self._tokenizer, payload.decode(), log_level=0)
-        assert not matcher.is_error(), matcher.get_error()[:500]
-        return LLGuidanceTemplate(matcher, self._words)
+        source = payload.decode()
+        return LLGuidanceTemplate(lambda: self._matcher(source, _LIMITS), self._words)
+
+    def _matcher(self, source: str, limits: LLParserLimits) -> LLMatcher:
+        return LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
+
+    def _message(self, source: str) -> str:
+        """What is wrong; a warning is something that it would not enforce."""
+        _, messages = LLMatcher.validate_grammar_with_warnings(
+            source, self._tokenizer, limits=_TRIAL_LIMITS
+        )
+        return messages[0] if messages else ""
+
+    def _contradiction(self, schema: Mapping[str, Any]) -> str:
+        """Why no value meets it, if this is so."""
+        _, _, why = self._message(schema_alone(schema)).partition(_CONTRADICTION)
+        return plain_words(why)
 
     def _try(self, source: str) -> None:
         """Its limits show when tokens are asked for and taken: one byte of each kind will do."""
-        matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0)
-        first = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-        allowed = np.flatnonzero(np.unpackbits(first, bitorder="little"))
+        matcher = self._matcher(source, _TRIAL_LIMITS)
+        allowed = _allowed(matcher)
         tried = [matcher]
         for token in [int(i) for i in allowed if int(i) in self._single_bytes][:256]:
             tried.append(matcher.deep_copy())
@@ -75,25 +91,60 @@ class LLGuidanceBackend:
         if not len(allowed):
             raise GrammarError("no text can satisfy it: no token can begin it")
 
+    def _walk(self, source: str, place: str, rng: np.random.Generator) -> None:
+        """Take tokens as an answer might, rather long ones, and see that its limits hold."""
+        matcher = self._matcher(source, _TRIAL_LIMITS)
+        for _ in range(_TRIAL_TOKENS):
+            allowed = _allowed(matcher)
+            error = matcher.get_error()
+            if _CONTRADICTION in error:
+                return  # what has this pattern need not be there
+            if error:
+                raise GrammarError(
+                    f"{place}: {plain_words(error)}" if place else plain_words(error)
+                )
+            drawn = allowed[rng.integers(len(allowed), size=4)] if len(allowed) else []
+            token = max(map(int, drawn), key=lambda i: len(self._tokens.tokens[i]), default=None)
+            if token is None or not self._tokens.tokens[token]:
+                return  # it is whole
+            matcher.consume_token(token)
+
 
 class LLGuidanceTemplate:
-    """The first mask is the same for all answers, and costs as much as a hundred later ones."""
+    """Its matchers share a lexer, which an error of one of them spoils for all: then there is a new
+    one. The first mask is the same for all answers, and costs as much as a hundred later ones."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, words: int) -> None:
-        self._matcher = matcher
-        self._first = np.zeros(words, np.int32)
-        LLGuidanceMatcher(matcher, None).fill(self._first)
+    def __init__(self, make: Callable[[], LLMatcher], words: int) -> None:
+        self._make = make
+        self._root: LLMatcher | None = None
+        self.first = np.zeros(words, np.int32)
+        matcher = self.root().deep_copy()
+        matcher.unsafe_compute_mask_ptr(self.first.ctypes.data, self.first.nbytes)
+        assert not matcher.is_error(), matcher.get_error()[:500]
 
     def fork(self) -> LLGuidanceMatcher:
-        return LLGuidanceMatcher(self._matcher.deep_copy(), self._first)
+        return LLGuidanceMatcher(self)
+
+    def root(self) -> LLMatcher:
+        """What matchers are copies of; not to be changed."""
+        if self._root is None:
+            self._root = self._make()
+        return self._root
+
+    def drop(self, root: LLMatcher) -> None:
+        """Its lexer is spoiled."""
+        if self._root is root:
+            self._root = None
 
 
 class LLGuidanceMatcher:
-    """`first`: its mask before any token; None: not known yet."""
+    """Where its lexer is spoiled it goes on with a new one, which it brings to where it is."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, first: np.ndarray | None) -> None:
-        self._matcher = matcher
-        self._first = first
+    def __init__(self, template: LLGuidanceTemplate) -> None:
+        self._template = template
+        self._taken: list[int] = []
+        self._root = template.root()
+        self._matcher = self._root.deep_copy()
 
     @property
     def finished(self) -> bool:
@@ -103,24 +154,50 @@ class LLGuidanceMatcher:
     def accept(self, token_id: int) -> bool:
         # consume_token would put the matcher into an error state for good
         taken = self._matcher.try_consume_tokens([token_id]) == 1
+        if not taken and self._spoiled():
+            self._renew()
+            taken = self._matcher.try_consume_tokens([token_id]) == 1
         if taken:
-            self._first = None
+            self._taken.append(token_id)
         return taken
 
     def fill(self, row: np.ndarray) -> None:
+        """Raises GrammarError where the library's limits let nobody follow the grammar."""
         assert row.dtype == np.int32 and row.flags.c_contiguous, f"{row.dtype=}"
-        if self._first is not None:
-            row[:] = self._first
+        if not self._taken:
+            row[:] = self._template.first
             return
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        if self._matcher.is_error():  # one of its limits; its mask then allows the end
-            row[:] = 0
+        if self._matcher.is_error():
+            self._renew()
+            self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        if self._matcher.is_error():
+            raise self._limit()
 
     def rollback(self, num_tokens: int) -> None:
         self._matcher.rollback(num_tokens)
+        del self._taken[len(self._taken) - num_tokens :]
 
     def forced(self) -> bytes:
         return self._matcher.compute_ff_bytes()
+
+    def _spoiled(self) -> bool:
+        """What the lexer is asked shows it; a token that it does not take may be a wrong one."""
+        asked = self._matcher.deep_copy()
+        asked.compute_bitmask()
+        return asked.is_error()
+
+    def _renew(self) -> None:
+        self._template.drop(self._root)
+        self._root = self._template.root()
+        self._matcher = self._root.deep_copy()
+        if self._matcher.try_consume_tokens(self._taken) < len(self._taken):
+            raise self._limit()
+
+    def _limit(self) -> GrammarError:
+        self._template.drop(self._root)
+        why = plain_words(self._matcher.get_error()) or "its lexer reached a limit"
+        return GrammarError(f"the grammar cannot be followed from here: {why}")
 
 
 class _Tokens:
@@ -158,47 +235,7 @@ def _refusal(message: str, spec: GrammarSpec) -> GrammarError:
     return GrammarError(plain_words(message))
 
 
-def _source(spec: GrammarSpec) -> str:
-    """The spec in Lark, as llguidance reads it."""
-    if spec.kind == "json":
-        text = f"start: %json {_schema(spec.text)}"
-    elif spec.kind == "regex":
-        text = f"start: /{whole_match(spec.text) or '(?:)'}/"
-    elif spec.kind == "ebnf":
-        text = to_lark(parse_gbnf(spec.text))
-    else:
-        text = _structural_tag(spec.text)
-    # Where it takes a text to be forced, only one of its tokenizations would be allowed.
-    return f'%llguidance {{"no_forcing": true}}\n{text}\n'
-
-
-def _schema(text: str) -> str:
-    """A JSON schema with our options in it."""
-    checked = check_schema(text)
-    escapes = 'bfnrt\\"' if checked.plain_keys else 'bfnrtu\\"'
-    options = _JSON_OPTIONS | {"json_allowed_escapes": escapes}
-    return json.dumps({**checked.schema, "x-guidance": options}, ensure_ascii=False)
-
-
-def _structural_tag(text: str) -> str:
-    """The old form: free text up to a trigger, which its tag must follow."""
-    tag = old_form(text)
-    if tag is None:
-        raise GrammarError(
-            "a structural tag must have structures and triggers here; its other form, with "
-            "format, needs a server with --grammar-backend xgrammar"
-        )
-    if tag["rest"].keys() - {"triggers"}:
-        extra = min(tag["rest"].keys() - {"triggers"})
-        raise GrammarError(f"#/{extra} needs a server with --grammar-backend xgrammar")
-    names = " | ".join(f"tag_{i}" for i in range(len(tag["tags"])))
-    lines = [f"start: ({names})* TEXT", r"TEXT: /(.|\n)*/"]
-    for i, (trigger, begin, schema, end) in enumerate(tag["tags"]):
-        rest, last = (_quote(part) for part in (begin[len(trigger) :], end))
-        lines.append(f"head_{i}[lazy]: TEXT {_quote(trigger)}")
-        lines.append(f"tag_{i}: head_{i} {rest} %json {_schema(json.dumps(schema))} {last}")
-    return "\n".join(lines)
-
-
-def _quote(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False) if text else ""
+def _allowed(matcher: LLMatcher) -> np.ndarray:
+    """The ids that may come next."""
+    mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    return np.flatnonzero(np.unpackbits(mask, bitorder="little"))

@@ -1,20 +1,25 @@
 """The masks of a step: which next tokens the grammars of its rows allow.
 
 Asked between the commit of token N and the draw of token N + 1. A row's constraint is brought up to
-the tokens that its request has: retraction, resumption and dropped tokens need nothing else.
+the tokens that its request has: retraction, resumption and dropped tokens need nothing else. What
+fails for a row, be it a library, ends its request and no other.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
 import numpy as np
 
+from jserve.grammar.backend import GrammarError
 from jserve.grammar.constraint import Constraint
 from jserve.grammar.templates import Templates
 from jserve.plan import StepPlan
 from jserve.types import FinishReason, Submit
+
+logger = logging.getLogger("jserve.engine")
 
 
 class Constrained(Protocol):
@@ -67,15 +72,24 @@ class Masks:
         rows = cast(tuple[Any, ...], plan.rows)
         sampling = [rows[r] for r in np.flatnonzero(plan.samples)]
         bound = [
-            (at, row.request)
+            (at, row)
             for at, row in enumerate(sampling)
             if row.request.submit.grammar is not None and row.alive
         ]
         if not bound:
             return None
         masks = np.full((len(sampling), self._words), -1, np.int32)
-        for at, request in bound:
-            self._fill(masks[at], request)
+        for at, row in bound:
+            try:
+                self._fill(masks[at], row.request)
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except GrammarError as error:  # a limit
+                self._fail(row.request, "limit", str(error))
+            except BaseException as error:  # a panic in Rust is no Exception
+                if not row.alive:
+                    raise  # its stay was ended: that failed, not its grammar
+                self._fault(row.request, error)
         self._count("grammar_rows_masked_total", len(bound))
         return masks
 
@@ -122,6 +136,10 @@ class Masks:
         matcher = self._templates.load(grammar).result().fork()
         request.constraint = Constraint(matcher, self._eos_ids, request.submit.thinking)
         return request.constraint
+
+    def _fault(self, request: Constrained, error: BaseException) -> None:
+        logger.error("the grammar of %s failed", request.submit.rid, exc_info=error)
+        self._fail(request, "fault", f"its grammar failed: {type(error).__name__}: {error}"[:500])
 
     def _fail(self, request: Constrained, kind: str, why: str) -> None:
         """The answer cannot go on. It is not repaired: what there is of it is marked incomplete."""

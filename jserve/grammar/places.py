@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +17,15 @@ _MOST_SHOWN = 120  # characters of a place
 def escape(key: str) -> str:
     """A key as part of a JSON pointer."""
     return key.replace("~", "~0").replace("/", "~1")
+
+
+@contextlib.contextmanager
+def placed(at: str) -> Iterator[None]:
+    """Within, a GrammarError says that it is there."""
+    try:
+        yield
+    except GrammarError as error:
+        raise GrammarError(f"{at}: {error}") from None
 
 
 def too_deep(text: str) -> GrammarError:

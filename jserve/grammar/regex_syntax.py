@@ -10,6 +10,7 @@ holds literals, sets, groups and counts only.
 from __future__ import annotations
 
 from jserve.grammar.backend import GrammarError
+from jserve.grammar.regex_counts import merge_counts
 from jserve.grammar.regex_parser import Parser
 from jserve.grammar.regex_sets import ALL, Range
 from jserve.grammar.regex_tree import (
@@ -32,12 +33,12 @@ def whole_match(text: str) -> str:
 
     Raises GrammarError.
     """
-    return write(_trim(Parser(text).parse(), search=False))
+    return write(merge_counts(_trim(Parser(text).parse(), search=False)))
 
 
 def search_match(text: str) -> str:
     """`text`, a `pattern` that may match anywhere, as plain text that must match as a whole."""
-    return write(_trim(Parser(text, ecma=True).parse(), search=True))
+    return write(merge_counts(_trim(Parser(text, ecma=True).parse(), search=True)))
 
 
 def escape(text: str) -> str:

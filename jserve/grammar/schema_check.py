@@ -16,8 +16,9 @@ from typing import Any
 
 from jserve.grammar.backend import GrammarError
 from jserve.grammar.formats import FORMAT_PATTERNS, INTEGER_FORMATS, NATIVE_FORMATS
-from jserve.grammar.places import escape, too_deep
+from jserve.grammar.places import escape, placed, too_deep
 from jserve.grammar.regex_syntax import search_match
+from jserve.grammar.schema_ends import check_ends
 from jserve.grammar.schema_refs import SchemaRefs
 from jserve.grammar.schema_shapes import check_shapes
 
@@ -64,14 +65,16 @@ Schema = dict[str, Any]
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckedSchema:
     """`schema` is for llguidance; `plain_keys`: a declared property may not be written
-    with \\u escapes, because it would pass as one that is not declared."""
+    with \\u escapes, because it would pass as one that is not declared; `patterns`: the places of
+    patterns, with the schemas of strings that have them."""
 
     schema: Schema
     plain_keys: bool
+    patterns: tuple[tuple[str, Schema], ...]
 
 
-def check_schema(text: str) -> CheckedSchema:
-    """Raises GrammarError."""
+def check_schema(text: str, at: str = "#") -> CheckedSchema:
+    """`at` is the place of the schema itself. Raises GrammarError."""
     try:
         schema = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_twins)
     except RecursionError:
@@ -81,29 +84,32 @@ def check_schema(text: str) -> CheckedSchema:
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
-        raise GrammarError("a JSON schema is an object; false allows nothing")
+        if schema is False:
+            raise GrammarError(f"{at} is false, which allows nothing")
+        raise GrammarError(f"{at} must be an object, got {json.dumps(schema)[:60]}")
     schema.pop("x-guidance", None)  # would set options of llguidance, lenient ones too
-    check = _Check(schema)
+    check = _Check(schema, at)
     check.run()
-    return CheckedSchema(schema, check.plain_keys)
+    return CheckedSchema(schema, check.plain_keys, tuple(check.patterns))
 
 
 class _Check:
     """Visits every subschema that an instance can meet, and rewrites it in place."""
 
-    def __init__(self, root: Schema) -> None:
+    def __init__(self, root: Schema, at: str) -> None:
         self._refs = SchemaRefs(root)
         self._refs_stand_alone = bool(_OLD_DRAFT.search(str(root.get("$schema", ""))))
-        self._open: list[tuple[Any, str]] = [(root, "#")]
-        self._seen: set[int] = set()
+        self._open: list[tuple[Any, str]] = [(root, at)]
+        self._seen: dict[int, tuple[Schema, str]] = {}
         self._escaped: str | None = None  # where a name or a value is that JSON writes with \\u
         self.plain_keys = False
+        self.patterns: list[tuple[str, Schema]] = []
 
     def run(self) -> None:
         while self._open:
             node, at = self._open.pop()
             if isinstance(node, dict) and id(node) not in self._seen:
-                self._seen.add(id(node))
+                self._seen[id(node)] = node, at
                 self._node(node, at)
             elif not isinstance(node, dict | bool):
                 raise GrammarError(f"{at} is no schema: {json.dumps(node)[:50]}")
@@ -112,14 +118,19 @@ class _Check:
                 f"{self._escaped} has control characters, which needs additionalProperties: false "
                 "wherever properties are declared"
             )
+        check_ends(list(self._seen.values()), self._refs)
 
     def _node(self, node: Schema, at: str) -> None:
         if self._refs_stand_alone and "$ref" in node:
             for keyword in node.keys() - {"$ref", "$defs", "definitions", "$id", "id"}:
                 del node[keyword]
         check_shapes(node, at)
+        given = "pattern" in node  # and no format's
         for rewrite in _REWRITES:
             rewrite(node, at)
+        self.patterns += [(f"{at}/pattern", node)] if given else []
+        names = f"{at}/patternProperties"
+        self.patterns += [(names, {"pattern": key}) for key in node.get("patternProperties", ())]
         for keyword in node:
             if keyword in _NOT_ENFORCED:
                 raise refused(keyword, at, "cannot be enforced")
@@ -322,10 +333,8 @@ def _settle_patterns(node: Schema, at: str) -> None:
 
 
 def _pattern(text: str, at: str) -> str:
-    try:
+    with placed(at):
         return f"^(?:{search_match(text)})$"
-    except GrammarError as error:
-        raise GrammarError(f"{at}: {error}") from None
 
 
 def _check_least_properties(node: Schema, at: str) -> None:

@@ -13,9 +13,10 @@ from typing import Any
 
 from jserve.grammar.backend import GrammarError
 from jserve.grammar.ebnf_check import check_ebnf
-from jserve.grammar.places import escape, too_deep
+from jserve.grammar.places import escape, placed, too_deep
 from jserve.grammar.regex_syntax import whole_match
 from jserve.grammar.schema_check import KEYWORDS, refused, whole
+from jserve.grammar.schema_ends import check_ends
 from jserve.grammar.schema_refs import SchemaRefs
 from jserve.grammar.schema_shapes import check_shapes
 
@@ -78,20 +79,25 @@ def parse_tag(text: str) -> Json:
         tag = json.loads(text)
         _refuse_others(tag, _TAG, "#")
     else:
-        content = [
+        tags = [
             {
                 "begin": begin,
-                "content": {"type": "json_schema", "json_schema": schema},
+                "content": _json_schema(schema, f"#/structures/{i}/schema"),
                 "end": end,
             }
-            for _, begin, schema, end in tag["tags"]
+            for i, (_, begin, schema, end) in enumerate(tag["tags"])
         ]
-        tag = {
-            "type": "structural_tag",
-            "format": {"type": "triggered_tags", "tags": content, **tag["rest"]},
-        }
+        format = {"type": "triggered_tags", "tags": tags, **tag["rest"]}
+        return {"type": "structural_tag", "format": format}
     _visit(tag.get("format"), "#/format")
     return tag
+
+
+def _json_schema(schema: Any, at: str) -> Json:
+    """As the content of a tag."""
+    checked = check_tag_schema(schema, at)
+    kind = {"type": "json_schema", "json_schema": checked}
+    return kind | {"max_whitespace_cnt": _MAX_WHITE_SPACE}
 
 
 def old_form(text: str) -> Json | None:
@@ -144,9 +150,11 @@ def _visit(node: Any, at: str) -> None:
         node.setdefault("max_whitespace_cnt", _MAX_WHITE_SPACE)
         node["json_schema"] = check_tag_schema(node.get("json_schema", {}), f"{at}/json_schema")
     elif kind == "regex" and isinstance(node.get("pattern"), str):
-        node["pattern"] = whole_match(node["pattern"])
+        with placed(f"{at}/pattern"):
+            node["pattern"] = whole_match(node["pattern"])
     elif kind == "grammar" and isinstance(node.get("grammar"), str):
-        check_ebnf(node["grammar"])
+        with placed(f"{at}/grammar"):
+            check_ebnf(node["grammar"])
     else:
         for key, inner in node.items():
             _visit(inner, f"{at}/{escape(key)}")
@@ -167,15 +175,16 @@ def check_tag_schema(schema: Any, at: str) -> Any:
     if not isinstance(schema, dict):
         raise GrammarError(f"{at} allows nothing or is no schema")
     refs = SchemaRefs(schema)
-    waiting, seen = [(schema, at)], set[int]()
+    waiting, seen = [(schema, at)], dict[int, tuple[Json, str]]()
     while waiting:
         node, place = waiting.pop()
         if id(node) in seen or node is True:
             continue
-        seen.add(id(node))
         if not isinstance(node, dict):
             raise GrammarError(f"{place} allows nothing or is no schema")
+        seen[id(node)] = node, place
         waiting += _inner(node, place, refs)
+    check_ends(list(seen.values()), refs)
     return schema
 
 

@@ -21,7 +21,8 @@ _T = TypeVar("_T")
 
 class Turns(Generic[_T]):
     """At most `most` items run at a time, and NUM_EXTRA more that are short while all of the others
-    have been running for a while. As many threads take as items are put.
+    have been running for a while. As many threads take as items are put; for each that was taken
+    back one gets None.
     """
 
     def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -30,6 +31,7 @@ class Turns(Generic[_T]):
         self._short: collections.deque[_T] = collections.deque()
         self._long: collections.deque[tuple[_T, float]] = collections.deque()  # put at that time
         self._running: list[float] = []  # since when
+        self._num_taken_back = 0  # that no thread has heard of yet
 
     @property
     def crowded(self) -> bool:
@@ -45,10 +47,27 @@ class Turns(Generic[_T]):
                 self._long.append((item, self._clock()))
             self._changed.notify()
 
-    def take(self) -> tuple[_T, float]:
+    def take_back(self, item: _T) -> bool:
+        """Nobody wants it any more; False when it was taken already."""
+        with self._changed:
+            put = next((one for one in self._long if one[0] == item), None)
+            if put is not None:
+                self._long.remove(put)
+            elif item in self._short:
+                self._short.remove(item)
+            else:
+                return False
+            self._num_taken_back += 1
+            self._changed.notify()
+            return True
+
+    def take(self) -> tuple[_T, float] | None:
         """Wait for the next item; the second is for `give`, when it is over."""
         with self._changed:
             while (found := self._due()) is None:
+                if self._num_taken_back:
+                    self._num_taken_back -= 1
+                    return None
                 self._changed.wait(_POLL)
             self._running.append(self._clock())
             return found, self._running[-1]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from jserve.grammar.backend import GrammarError
+from jserve.grammar.backend import GrammarUnavailable
 from jserve.types import GrammarSpec
 
 #: Called in the process with its end of the pipe and the arguments; sends True when it is ready.
@@ -92,7 +92,7 @@ class Workers:
 
     def take(self, kind: str) -> Worker:
         """One that is ready, if possible for this kind of spec; the next spare is started beside.
-        Raises GrammarError."""
+        Raises GrammarUnavailable."""
         with self._changed:
             self._num_waiting += 1
             try:
@@ -136,10 +136,10 @@ class Workers:
                     return worker
                 worker.end()
             if self._num_failed >= most_failed:
-                raise GrammarError("no worker process stays alive")
+                raise GrammarUnavailable("no worker process stays alive")
             self._start_some()
             self._changed.wait()
-        raise GrammarError("the engine is shutting down")
+        raise GrammarUnavailable("the engine is shutting down")
 
     def _keep(self, worker: Worker) -> bool:
         if self._closed or len(self._idle) > _NUM_SPARE + self._num_waiting:

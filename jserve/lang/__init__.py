@@ -48,6 +48,7 @@ from jserve.lang.errors import (
     ExpressionError,
     ProgramCancelled,
     ProgramError,
+    RefusedError,
 )
 from jserve.lang.executor import ProgramWarning
 from jserve.lang.program import SglFunction, function
@@ -66,6 +67,7 @@ __all__ = [
     "ProgramError",
     "ProgramState",
     "ProgramWarning",
+    "RefusedError",
     "Runtime",
     "RuntimeEndpoint",
     "SglFunction",

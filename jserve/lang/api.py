@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn, Unpack, get_type_hints
 
+from jserve.errors import RequestError
 from jserve.grammar.backend import GrammarError
 from jserve.grammar.regex_syntax import whole_match
 from jserve.lang import choices as methods
@@ -123,6 +124,8 @@ def _checked(sampling: Sampling, method: ChoicesMethod | None) -> Sampling:
         dtype_name(sampling.dtype)
     if sampling.regex is not None:
         try:
+            if not sampling.regex:
+                raise GrammarError("it is empty")
             whole_match(sampling.regex)
         except (GrammarError, RecursionError) as error:
             message = f"gen: regex {sampling.regex!r} cannot be used: {error}."
@@ -232,10 +235,16 @@ def assistant_end() -> ir.Expr:
 
 def separate_reasoning(expr: Any, model_type: str) -> ir.Expr:
     """`expr`, whose variables keep the answer only; what the model thought before becomes
-    `<name>_reasoning_content`. Without effect in a program that streams.
+    `<name>_reasoning_content`. The text goes on with both. Raises ExpressionError.
 
     Args:
         model_type: deepseek-r1, deepseek-v3, qwen3 or qwen3-thinking.
     """
-    check_model_type(model_type)
-    return ir.SeparateReasoning(ir.as_expr(expr), model_type, caller())
+    try:
+        check_model_type(model_type)
+    except RequestError as error:
+        raise ExpressionError(f"separate_reasoning: {error}") from None
+    inner = ir.as_expr(expr)
+    if any(isinstance(part, ir.SeparateReasoning) for part in ir.parts(inner)):
+        raise ExpressionError("separate_reasoning: what it holds is separated already.")
+    return ir.SeparateReasoning(inner, model_type, caller())

@@ -17,7 +17,8 @@ from jserve.lang.errors import ExpressionError
 from jserve.lang.growing import GrowingText
 
 _T = TypeVar("_T")
-_LOGPROBS = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
+#: Of meta information: lists that grow with the text.
+LOGPROBS = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
 _NOTHING: Any = object()
 
 
@@ -282,7 +283,11 @@ class Board:
             return whole, self._meta.get(name) or {}
         fresh = pieces[reader.position :]
         reader.position += len(fresh)
+        reader.unread += fresh
         reader.complete = whole is not _NOTHING
+        if not (reader.complete or any(delta for delta, _ in fresh)):
+            return None  # pieces without text come with the text behind them
+        fresh, reader.unread = reader.unread, []
         return "".join(delta for delta, _ in fresh), _merged([meta for _, meta in fresh])
 
 
@@ -296,14 +301,15 @@ class FailedValue:
 
 
 class _Reader:
-    """Where one stream is."""
+    """Where one stream is. `unread`: pieces before it that were not given yet."""
 
-    __slots__ = ("complete", "name", "position")
+    __slots__ = ("complete", "name", "position", "unread")
 
     def __init__(self, name: str | None) -> None:
         if name is not None and not isinstance(name, str):
             raise ExpressionError(f"text_iter takes the name of a variable, got {name!r}.")
         self.name, self.position, self.complete = name, 0, False
+        self.unread: list[tuple[str, dict[str, Any]]] = []
 
 
 def _merged(metas: list[dict[str, Any]]) -> dict[str, Any]:
@@ -311,7 +317,7 @@ def _merged(metas: list[dict[str, Any]]) -> dict[str, Any]:
     if not metas:
         return {}
     merged = dict(metas[-1])
-    for name in _LOGPROBS:
+    for name in LOGPROBS:
         if any(name in meta for meta in metas):
             merged[name] = [entry for meta in metas for entry in meta.get(name) or []]
     return merged

@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable
 from typing import NoReturn
 
+from jserve.lang.site import Site, innermost
+
 #: So often a function may catch that it was stopped and go on, before it is left behind.
 MOST_SWALLOWED = 100
 #: Seconds that an interrupted function has to end, and how often it is.
@@ -25,7 +27,7 @@ class Stopped(BaseException):
 
 class Bounds:
     """Of one traced function, with its branches and the programs that it calls. `why` says how it
-    went beyond them; None while it has not.
+    went beyond them; None while it has not. `stopped` is the line where it was.
 
     Args:
         most: so many operations it may do.
@@ -34,6 +36,7 @@ class Bounds:
 
     def __init__(self, most: int, seconds: float) -> None:
         self.why: str | None = None
+        self.stopped: Site | None = None
         self._most, self._seconds = most, seconds
         self._done = self._swallowed = 0
         self._stopped = self._left_behind = False
@@ -64,8 +67,8 @@ class Bounds:
         def work() -> None:
             try:
                 function()
-            except Stopped:
-                pass
+            except Stopped as stopped:
+                self.stopped = innermost(stopped)
             except BaseException as error:  # told to who waits
                 failed.append(error)
             self._over.set()

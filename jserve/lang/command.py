@@ -13,7 +13,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from jserve.errors import ConfigError
+from jserve.errors import ConfigError, JserveError
 from jserve.lang.backends.endpoint import RuntimeEndpoint
 from jserve.lang.explain import as_html, as_text
 from jserve.lang.program import SglFunction
@@ -22,8 +22,8 @@ from jserve.lang.settings import global_config
 
 
 def explain(parsed: argparse.Namespace) -> None:
-    """Print the tree of a program; with --url of a run. Raises ConfigError, BackendError, and what
-    ends the run."""
+    """Print the tree of a program; with --url of a run. Raises ConfigError, BackendError, what ends
+    the run, and JserveError for a program of which nothing can be known without one."""
     program = _program(Path(parsed.file), parsed.function)
     arguments = _arguments(program, parsed.args)
     if parsed.html is not None:
@@ -31,8 +31,7 @@ def explain(parsed: argparse.Namespace) -> None:
     if parsed.url:
         steps, prefix_len = _run(program, arguments, parsed)
     else:
-        steps = program.trace(**arguments).steps
-        prefix_len = len(program.trace().prefix)
+        steps, prefix_len = _trace(program, arguments)
     print(as_text(program.__name__, steps, prefix_len), end="")
     if parsed.html is not None:
         _write(parsed.html, "w", as_html(program.__name__, steps, prefix_len))
@@ -47,6 +46,25 @@ def _write(path: str, mode: str, page: str) -> None:
         raise ConfigError(f"--html {path}: {error.strerror}") from None
 
 
+def _trace(program: SglFunction, arguments: dict[str, Any]) -> tuple[list[Step], int]:
+    """As `_run`, of the program without a model, as far as that goes."""
+    traced = _bound(program, arguments).trace()
+    if (reason := traced.ended) is not None:
+        hint = "" if traced.hung else "; --args gives arguments their values, --url shows a run"
+        if traced.steps == [reason]:
+            raise JserveError(f"{reason.site}: {reason.text}{hint}")
+        print(f"jserve: the picture ends where the trace ended{hint}", file=sys.stderr)
+    if not arguments:
+        return traced.steps, len(traced.prefix)
+    return traced.steps, 0 if traced.hung else len(program.trace().prefix)
+
+
+def _bound(program: SglFunction, arguments: dict[str, Any]) -> SglFunction:
+    """With arguments of whatever name: some are those of `run` itself, too."""
+    bound = program.bind_arguments | arguments
+    return SglFunction(program.func, bound, program.num_api_spec_tokens)
+
+
 def _run(
     program: SglFunction, arguments: dict[str, Any], parsed: argparse.Namespace
 ) -> tuple[list[Step], int]:
@@ -56,8 +74,9 @@ def _run(
         raise ConfigError(f"--args lacks {', '.join(missing)}: a run needs every argument")
     backend = RuntimeEndpoint(parsed.url, api_key=parsed.api_key)
     sampling = {"max_new_tokens": parsed.max_new_tokens, "temperature": parsed.temperature}
+    sampling = {name: value for name, value in sampling.items() if name not in program.arg_names}
     try:
-        state = program.run(backend=backend, **sampling, **arguments)
+        state = _bound(program, arguments).run(backend=backend, **sampling)
         if (error := state.error()) is not None:
             raise error
         return state.steps, len(program.trace(backend=backend).prefix)

@@ -4,6 +4,7 @@ JserveError
 ├── ExpressionError        an expression that cannot be written so (also a ValueError)
 │   └── DtypeError         a dtype that gen does not know (also a RuntimeError)
 ├── BackendError           the model's server refused a call or could not be reached
+│   └── RefusedError       it answered, with an error
 └── ProgramError           a call failed; `.site` is the program line, `__cause__` what happened
     └── ProgramCancelled   the program was cancelled before the value came
 """
@@ -24,6 +25,10 @@ class DtypeError(ExpressionError, RuntimeError):
 
 class BackendError(JserveError):
     """A backend refused a call, does not support it, or could not be reached."""
+
+
+class RefusedError(BackendError):
+    """A server answered, with an error."""
 
 
 class ProgramError(JserveError):

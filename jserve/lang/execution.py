@@ -6,6 +6,7 @@ Runs on the backend's loop, one expression at a time. Knows neither queues nor t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -13,12 +14,14 @@ from typing import Any
 from jserve.lang import ir
 from jserve.lang.ahead import Ahead
 from jserve.lang.backends.base import Backend, Generation, Prompt, Seen, Usage
+from jserve.lang.board import LOGPROBS
 from jserve.lang.errors import BackendError
+from jserve.lang.pieces import Apart, OfNone, OfOne, Pieces
 from jserve.lang.record import Step
 from jserve.lang.sampling import Sampling
 from jserve.lang.site import Site
 from jserve.lang.transcript import Transcript
-from jserve.parsers.reasoning import split_reasoning
+from jserve.parsers.reasoning import FORMATS, Splitter, split
 
 #: Characters of new text that are worth a call of their own before branches share them.
 MIN_COMMIT = 64
@@ -34,7 +37,7 @@ class Execution:
         self._backend, self._sampling, self._transcript = backend, sampling, transcript
         self._board = transcript.board
         self._stream = stream
-        self._split: Callable[[str], tuple[str, str]] | None = None
+        self._splitter: Callable[[], Splitter] | None = None
         self._scopes: dict[str, int] = {}
         self.seen, self.ahead = Seen(), Ahead(None)
         self.steps: list[Step] = []
@@ -96,12 +99,21 @@ class Execution:
 
     async def _streamed(self, prompt: Prompt, sampling: Sampling) -> Generation:
         texts, last = [], Generation("", {}, Usage())
+        pieces = self._pieces(prompt.name)
         async for last in self._backend.generate_stream(prompt, sampling):
             self._transcript.write(last.text)
             texts.append(last.text)
-            if prompt.name is not None:
-                self._board.grow(prompt.name, last.text, last.meta)
+            for name, text in pieces.push(last.text):
+                self._board.grow(name, text, last.meta)
+        told = {key: value for key, value in last.meta.items() if key not in LOGPROBS}
+        for name, text in pieces.finish():
+            self._board.grow(name, text, told)
         return dataclasses.replace(last, text="".join(texts))
+
+    def _pieces(self, name: str | None) -> Pieces:
+        if name is None:
+            return OfNone()
+        return OfOne(name) if self._splitter is None else Apart(name, self._splitter())
 
     async def _select(self, node: ir.Select, site: Site) -> None:
         prompt, started = self._prompt(node.name), time.perf_counter()
@@ -129,21 +141,19 @@ class Execution:
             self.steps.append(step)
 
     async def _separate_reasoning(self, node: ir.SeparateReasoning, site: Site) -> None:
-        def split(text: str) -> tuple[str, str]:
-            return split_reasoning(text, node.model_type)
-
-        self._split = None if self._stream else split
+        at_once = FORMATS[node.model_type.lower()].thinks_at_once
+        self._splitter = functools.partial(Splitter, at_once)
         try:
             for part in ir.parts(node.expr):
                 await self.execute(part, site)
         finally:
-            self._split = None
+            self._splitter = None
 
     def _publish(self, name: str, value: Any, meta: Any) -> None:
-        if self._split is not None:
+        if self._splitter is not None:
             if not isinstance(value, str):
                 raise BackendError("separate_reasoning takes one answer, not n of them")
-            reasoning, value = self._split(value)
+            reasoning, value = split(value, self._splitter())
             self._board.put(ir.reasoning_name(name), reasoning, meta)
         self._board.put(name, value, meta)
 

@@ -121,11 +121,14 @@ class Unknown(Expr):
         raise TypeError(f"{in_words(self)} has no value while the program is traced")
 
     __bool__ = __len__ = __iter__ = __contains__ = __getitem__ = _refuse
-    __str__ = __int__ = __float__ = __index__ = _refuse
+    __int__ = __float__ = __index__ = _refuse
     __lt__ = __le__ = __gt__ = __ge__ = _refuse
 
-    def __format__(self, spec: str) -> str:
-        return self._refuse()
+    def __str__(self) -> str:
+        raise TypeError(
+            f"{in_words(self)} has no value while the program is traced: put it beside text with "
+            "+, not into an f-string, format() or str()"
+        )
 
     def __eq__(self, other: object) -> bool:
         return self._refuse()
@@ -170,14 +173,20 @@ class Said:
     def __format__(self, spec: str) -> str:
         return self.refuse()
 
+    def __enter__(self) -> NoReturn:
+        self.refuse(f" Without a text a block is with s.{self._role}():")
+
+    def __exit__(self, *_: object) -> None:
+        """Never called: no block is entered."""
+
     def __repr__(self) -> str:
         return shown(f"s.{self._role}(…)")
 
-    def refuse(self) -> NoReturn:
+    def refuse(self, more: str = "") -> NoReturn:
         role = self._role
         raise ExpressionError(
             f"s.{role}(…) has added its message already: let it stand alone, or make an "
-            f"expression with sgl.{role}(…), as in s += sgl.{role}(…)."
+            f"expression with sgl.{role}(…), as in s += sgl.{role}(…).{more}"
         )
 
 

@@ -51,8 +51,11 @@ class LoopThread:
                 self._running().call_soon_threadsafe(function, *arguments, context=context)
             return not self._closed
 
-    def close(self) -> None:
-        """Cancel what runs, and wait for that. What was asked for before is begun before."""
+    def close(self, last: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
+        """Cancel what runs, and wait for that. What was asked for before is begun before, and
+        `last` is done before. Later calls do nothing."""
+        if last is not None and not self._closed:
+            self.call(last())
         with self._lock:
             self._closed = True
             loop, thread, self._loop, self._thread = self._loop, self._thread, None, None

@@ -9,7 +9,8 @@ import asyncio
 import contextlib
 import inspect
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, Unpack, overload
 
 from jserve.lang import batch, tracing
@@ -22,8 +23,10 @@ from jserve.lang.executor import Mode, StreamExecutor
 from jserve.lang.sampling import FIELDS, Sampling, SamplingArguments
 from jserve.lang.settings import global_config
 from jserve.lang.shown import shown
+from jserve.lang.site import caller
 from jserve.lang.state import ProgramState
 from jserve.lang.transcript import Transcript
+from jserve.types.wording import nearest_name
 
 #: Of a batch: arguments of each run, all by name or all by place.
 Items: TypeAlias = Sequence[Mapping[str, Any]] | Sequence[Sequence[Any]]
@@ -68,9 +71,9 @@ class SglFunction:
         ]
 
     def bind(self, **arguments: Any) -> SglFunction:
-        """The program with arguments that are fixed, whatever a run says."""
+        """The program with arguments that are fixed, whatever a run says, which is warned of."""
         if unknown := arguments.keys() - set(self.arg_names):
-            raise ExpressionError(f"{self.__name__} has no argument {min(unknown)}.")
+            raise self._no_argument(min(unknown))
         return SglFunction(self.func, self.bind_arguments | arguments)
 
     def run(
@@ -157,7 +160,7 @@ class SglFunction:
             sampling: sampling parameters.
         """
         if wrong := sampling.keys() - set(FIELDS):
-            raise ExpressionError(f"run_batch has no argument {min(wrong)}.")
+            raise _no_name(f"run_batch has no argument {min(wrong)}", min(wrong), FIELDS)
         calls = [self._item(item) for item in batch_kwargs]
         base, found = Sampling(**sampling), find_backend(backend)
 
@@ -243,13 +246,32 @@ class SglFunction:
     def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         if len(args) > len(self.arg_names):
             count = len(self.arg_names)
-            raise ExpressionError(f"{self.__name__} takes {count} arguments, got {len(args)}.")
+            takes = f"{count} argument" if count == 1 else f"{count} arguments"
+            hint = _OWN_STATE if isinstance(args[0], _STATES) else "."
+            raise ExpressionError(f"{self.__name__} takes {takes}, got {len(args)}{hint}")
         arguments = dict(zip(self.arg_names, args, strict=False))
+        self._check_names(kwargs)
+        if twice := arguments.keys() & kwargs.keys():
+            raise ExpressionError(f"{self.__name__}: {min(twice)} is given twice.")
+        given = {**arguments, **kwargs}
+        for name in sorted(given.keys() & self.bind_arguments.keys()):
+            site, value = caller(), self.bind_arguments[name]
+            message = f"{self.__name__}: {name} is bound to {value!r}, what is given goes unheard"
+            warnings.warn_explicit(message, UserWarning, site.file, site.line)
+        return given | self.bind_arguments
+
+    def _check_names(self, given: Mapping[str, Any]) -> None:
+        """Raises ExpressionError for arguments that the function does not take."""
         variadic = any(one.kind is one.VAR_KEYWORD for one in self._parameters)
-        unknown = kwargs.keys() - set(self.arg_names)
+        unknown = given.keys() - set(self.arg_names)
         if unknown and not variadic:
-            raise ExpressionError(f"{self.__name__} has no argument {min(unknown)}.")
-        return {**arguments, **kwargs, **self.bind_arguments}
+            raise self._no_argument(min(unknown))
+
+    def _no_argument(self, name: str) -> ExpressionError:
+        what = f"{self.__name__} has no argument {name}"
+        if name in FIELDS:
+            return ExpressionError(f"{what}; a sampling parameter goes to run or run_batch itself.")
+        return _no_name(what, name, (*self.arg_names, *FIELDS))
 
     def _item(self, item: Any) -> dict[str, Any]:
         """One item of a batch as arguments."""
@@ -269,6 +291,7 @@ class SglFunction:
         return self._arguments((), dict(zip(free, item, strict=False)))
 
     def _dummies(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        self._check_names(given)
         return {**tracing.dummies(self._parameters), **given, **self.bind_arguments}
 
     def _state(self, backend: Backend, sampling: Sampling, mode: Mode) -> ProgramState:
@@ -300,6 +323,18 @@ class SglFunction:
 
     def _run_detached(self, state: ProgramState, arguments: Mapping[str, Any]) -> None:
         self._run(state, arguments, quiet=True)
+
+
+_STATES = (ProgramState, tracing.TracerProgramState)
+_OWN_STATE = (
+    ": it has a state of its own, so leave s out; what is to add to the caller's is a plain "
+    "function, without @function."
+)
+
+
+def _no_name(what: str, name: str, known: Collection[str]) -> ExpressionError:
+    near = nearest_name(name, known)
+    return ExpressionError(f"{what}; did you mean {near}?" if near else f"{what}.")
 
 
 @overload

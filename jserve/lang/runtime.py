@@ -1,6 +1,7 @@
 """A server of one's own for programs: started, waited for, and stopped.
 
-Owns the process; programs run on its `endpoint`, and other requests go over HTTP.
+Owns the process, which ends with this one (keeper.py); programs run on its `endpoint`, and other
+requests go over HTTP.
 """
 
 from __future__ import annotations
@@ -8,8 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
-import os
-import signal
 import socket
 import subprocess
 import sys
@@ -25,7 +24,9 @@ import yaml
 from jserve.config import Config
 from jserve.config.address import http_url
 from jserve.errors import ConfigError, JserveError
+from jserve.lang import keeper
 from jserve.lang.backends.endpoint import RuntimeEndpoint
+from jserve.lang.backends.wire import told
 from jserve.lang.errors import BackendError
 from jserve.models.architectures import find_architecture
 from jserve.tokenizer.loader import load_tokenizer
@@ -33,12 +34,14 @@ from jserve.tokenizer.tokenizer import Tokenizer
 from jserve.weights.checkpoint import open_checkpoint
 
 _POLL_SECONDS = 0.5
-_STOP_SECONDS = 20.0
+_STOP_SECONDS = 20.0  # that it has to end by itself
+_SERVE = [sys.executable, "-m", "jserve", "serve"]
 _LAST_PORT = 40000
 
 
 class Runtime:
-    """A `jserve serve` in a process of its own, ready when the constructor returns.
+    """A `jserve serve` in a process of its own, ready when the constructor returns. It ends with
+    `shutdown`, at the end of this process, and when this process is killed.
 
     Args:
         log_level: of the server.
@@ -61,13 +64,13 @@ class Runtime:
         self._folder = tempfile.TemporaryDirectory(prefix="jserve-runtime-")
         self._log = Path(self._folder.name, "log")
         self._process = self._start()
-        atexit.register(self.shutdown)
         try:
             self._wait(launch_timeout)
             self.endpoint = RuntimeEndpoint(self.url, self.config.server.api_key)
         except BaseException:
             self._stop()
             raise
+        atexit.register(self.shutdown)
 
     def generate(
         self, prompt: str | list[str], sampling_params: Mapping[str, Any] | None = None, **more: Any
@@ -81,17 +84,18 @@ class Runtime:
         """The text of one answer, piece by piece."""
         body = {"text": prompt, "sampling_params": dict(sampling_params or {}), "stream": True}
         length = 0
-        async with (
-            httpx.AsyncClient(headers=self._headers(), timeout=None) as client,
-            client.stream("POST", f"{self.url}/generate", json=body) as reply,
-        ):
-            if reply.is_error:
-                raise BackendError((await reply.aread()).decode(errors="replace"))
-            async for line in reply.aiter_lines():
-                if line.startswith("data:") and "[DONE]" not in line:
-                    text = json.loads(line.removeprefix("data:")).get("text", "")
-                    yield text[length:]
-                    length = len(text)
+        with told("POST /generate", self.url):
+            async with (
+                httpx.AsyncClient(headers=self._headers(), timeout=None) as client,
+                client.stream("POST", f"{self.url}/generate", json=body) as reply,
+            ):
+                if reply.is_error:
+                    raise BackendError((await reply.aread()).decode(errors="replace"))
+                async for line in reply.aiter_lines():
+                    if line.startswith("data:") and "[DONE]" not in line:
+                        text = json.loads(line.removeprefix("data:")).get("text", "")
+                        yield text[length:]
+                        length = len(text)
 
     add_request = async_generate
 
@@ -122,8 +126,7 @@ class Runtime:
     def shutdown(self) -> None:
         """Stop the server; programs under way are cancelled. Later calls do nothing."""
         atexit.unregister(self.shutdown)
-        if self._process.poll() is None:
-            self.endpoint.shutdown()
+        self.endpoint.shutdown()
         self._stop()
 
     def __enter__(self) -> Runtime:
@@ -144,7 +147,8 @@ class Runtime:
     ) -> httpx.Response:
         body = {"text": prompt, "sampling_params": dict(sampling_params or {}), **more}
         url = f"{self.url}/generate"
-        reply = httpx.post(url, json=body, headers=self._headers(), timeout=None)
+        with told("POST /generate", self.url):
+            reply = httpx.post(url, json=body, headers=self._headers(), timeout=None)
         if reply.is_error:
             raise BackendError(f"POST /generate → {reply.status_code}: {reply.text}")
         return reply
@@ -154,10 +158,14 @@ class Runtime:
         given = {name: value for name, value in self.config.flat().items() if value is not None}
         config.write_text(yaml.safe_dump(given))
         config.chmod(0o600)  # the key is in it
-        command = [sys.executable, "-m", "jserve", "serve", "--config", str(config)]
+        command = [*_SERVE, "--config", str(config)]
         with self._log.open("wb") as sink:
             return subprocess.Popen(
-                command, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
+                keeper.command_of(self._folder.name, _STOP_SECONDS, command),
+                stdin=subprocess.PIPE,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
 
     def _wait(self, timeout: float) -> None:
@@ -181,13 +189,8 @@ class Runtime:
         return lines[-1] if lines else "it said nothing"
 
     def _stop(self) -> None:
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
-            try:
-                self._process.wait(_STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                os.killpg(self._process.pid, signal.SIGKILL)
-                self._process.wait()
+        with self._process:  # waits, and closes the pipe
+            self._process.terminate()
         self._folder.cleanup()
 
 

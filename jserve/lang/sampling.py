@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypedDict
 
 from jserve.lang.errors import DtypeError, ExpressionError
+from jserve.lang.shown import check_text
 
 #: Regex of each dtype, by the names that gen takes.
 _REGEX = {
@@ -81,6 +82,10 @@ class SamplingArguments(MoreArguments, total=False):
     json_schema: str | Mapping[str, Any] | None
 
 
+def as_tuple(value: str | Sequence[str] | None) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value or ())
+
+
 def _check_list(name: str, value: Any, kind: type, words: str) -> None:
     """Raises ExpressionError for neither None nor a list of that kind (for texts: or one alone)."""
     if value is None or (kind is str and isinstance(value, str)):
@@ -128,10 +133,14 @@ class Sampling:
     def __post_init__(self) -> None:
         for name in ("stop", "stop_regex"):
             _check_list(name, getattr(self, name), str, "a text or a list of texts")
+            for text in as_tuple(getattr(self, name)):
+                check_text(text)
         _check_list("stop_token_ids", self.stop_token_ids, int, "a list of token ids")
         for name, kind, words in _FORMS:
             if not isinstance(value := getattr(self, name), kind | None):
                 raise ExpressionError(f"{name} must be {words}, got {value!r}.")
+            if isinstance(value, str):
+                check_text(value)
 
     def over(self, base: Sampling) -> Sampling:
         """What is said here, and the rest of `base`."""
@@ -267,7 +276,3 @@ def _as_text(name: str, value: str | Mapping[str, Any] | None) -> str | None:
 def _keyed(bias: Mapping[int, float]) -> dict[str, float]:
     """As JSON has it."""
     return {str(token): value for token, value in bias.items()}
-
-
-def as_tuple(value: str | Sequence[str] | None) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value or ())

@@ -65,15 +65,15 @@ def trace(
     try:
         bounds.run(call)
     except Exception as error:  # users' code meets values that are none: anything may come of it
-        why = f"{type(error).__name__}: {error}"
-        tracer.steps.append(Step("end", innermost(error) or caller(), text=why))
+        tracer.end(innermost(error) or caller(), f"{type(error).__name__}: {error}")
     if bounds.why is not None:
-        tracer.give_up(bounds.why)
+        tracer.give_up(bounds.why, bounds.stopped)
     return tracer
 
 
 class TracerProgramState:
-    """Stands for `s`. `steps` is the program's tree, `prefix` the text that all runs begin with."""
+    """Stands for `s`. `steps` is the program's tree, `prefix` the text that all runs begin with;
+    `ended` is the last step of a trace that could not go on, `hung` whether it would not end."""
 
     def __init__(
         self,
@@ -84,6 +84,8 @@ class TracerProgramState:
     ) -> None:
         self.steps: list[Step] = []
         self.ret_value: Any = None
+        self.ended: Step | None = None
+        self.hung = False
         self._templates, self._transcript, self._bounds = templates, transcript, bounds
         self._prefix_only, self._constant = prefix_only, True
         self._prefix_len = 0
@@ -96,11 +98,16 @@ class TracerProgramState:
     def prefix(self) -> str:
         return self._transcript.board.text[: self._prefix_len]
 
-    def give_up(self, why: str) -> None:
+    def end(self, site: Site, why: str) -> None:
+        self.ended = Step("end", site, text=why)
+        self.steps.append(self.ended)
+
+    def give_up(self, why: str, where: Site | None) -> None:
         """The program did not end. What it wrote as long as nothing was unknown may be what it
         does without values: no run has to begin with that."""
-        site = self.steps[-1].site if self.steps else caller()
-        self.steps.append(Step("end", site, text=f"the program did not end while traced: {why}"))
+        last = self.steps[-1].site if self.steps else caller()
+        self.end(where or last, f"the program did not end while traced: {why}")
+        self.hung = True
         if self._constant:
             self._prefix_len = 0
 

@@ -91,7 +91,7 @@ class Metrics:
         self, submit: Submit, why: FinishReason, last: Delta, generated: int, times: Times
     ) -> None:
         aborted = why.type == "abort"
-        if aborted and not last.ended:
+        if aborted and not (last.ended or generated):
             return  # refused
         prompt, cached, label = len(submit.prompt_ids), last.cached_tokens, _streaming(submit)
         counts = {

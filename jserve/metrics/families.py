@@ -184,7 +184,7 @@ FAMILIES: Mapping[str, Family] = {
     "grammar_failures_total": Family(
         "scheduler",
         "Answers that a grammar could not bring to an end.",
-        ("kind", ("token", "nothing", "length")),
+        ("kind", ("token", "nothing", "length", "limit", "fault")),
     ),
     # output
     "output_mask_seconds": Family("scheduler", "Fill grammar masks.", _NOTHING, _SHORT),

@@ -24,6 +24,7 @@ from jserve.layers.mlp import GatedMLP
 from jserve.layers.norm import RMSNorm
 from jserve.models.head_layout import HeadLayout
 from jserve.types import KVShape, ModelConfig
+from jserve.types.kv_layout import KV_LAYOUTS
 from jserve.weights.spec import Piece, WeightSpec
 from pallas_kernels import qkv_write
 from pallas_kernels.attention import attend
@@ -47,8 +48,9 @@ class Blueprint:
 
     @property
     def heads(self) -> HeadLayout:
-        """Raises ConfigError when KV heads have unequal shares of the query heads."""
-        return HeadLayout.of(self.config, self.rules.size("kv_heads"))
+        """Raises ConfigError as HeadLayout.of."""
+        layout = KV_LAYOUTS[self.rules.platform]
+        return HeadLayout.of(self.config, self.rules.size("kv_heads"), layout)
 
     @property
     def cache(self) -> KVShape:

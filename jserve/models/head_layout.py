@@ -1,10 +1,10 @@
 """How a model's heads lie over the tensor axis, and where the checkpoint's heads go in the fused
 projection (see layers/attention.py for its columns) and in the one behind it.
 
-Each of S shards stores equally many KV heads, the fewest that hold all: K' = ceil(K / S) · S.
-From K' = 2 K on, each is stored K' // K times, and its replicas share out its query heads: G' =
-ceil(G / replicas) slots each. What is left over is zeros: KV heads that nobody asks, query heads
-whose output meets zero rows.
+Each of S shards stores equally many KV heads, the fewest that hold all: K' = ceil(K / S) · S, and
+on TPU more where those make no whole tiles (types/kv_layout.py). From K' = 2 K on, each is stored
+K' // K times, and its replicas share out its query heads: G' = ceil(G / replicas) slots each. What
+is left over is zeros: KV heads that nobody asks, query heads whose output meets zero rows.
 
     9 query and 3 KV heads   S    K'   replicas   G'   (query slots of a shard)
                              2    4    1          3    6
@@ -21,6 +21,7 @@ import numpy as np
 
 from jserve.errors import ConfigError
 from jserve.types import ModelConfig
+from jserve.types.kv_layout import KVLayout
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,14 +38,21 @@ class HeadLayout:
     head_dim: int
 
     @classmethod
-    def of(cls, config: ModelConfig, shards: int) -> HeadLayout:
-        """Raises ConfigError when KV heads have unequal shares of the query heads."""
+    def of(cls, config: ModelConfig, shards: int, layout: KVLayout) -> HeadLayout:
+        """Raises ConfigError when KV heads have unequal shares of the query heads, or are longer
+        than the platform's kernel takes.
+        """
         heads, kv_heads = config.num_heads, config.num_kv_heads
         if heads % kv_heads:
             raise ConfigError(
                 f"the model's config: {heads} query heads are no multiple of {kv_heads} KV heads"
             )
-        stored = -(-kv_heads // shards) * shards
+        if layout.head_dim is not None and config.head_dim > layout.head_dim:
+            raise ConfigError(
+                f"{config.architecture} has heads of {config.head_dim} numbers, of which the TPU "
+                f"kernel takes {layout.head_dim} at most; GPU and CPU serve it"
+            )
+        stored = layout.heads(kv_heads, shards) * shards
         replicas = stored // kv_heads
         group = -(-(heads // kv_heads) // replicas)
         return cls(heads, kv_heads, stored, replicas, group, config.head_dim)

@@ -49,7 +49,7 @@ def common_config(
         tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
         activation=_activation(hf),
         dtype=_dtype(hf),
-        eos_token_ids=_eos_token_ids(hf, generation),
+        eos_token_ids=eos_token_ids(hf, generation),
         bos_token_id=hf.get("bos_token_id", generation.get("bos_token_id")),
     )
 
@@ -128,10 +128,10 @@ def _dtype(hf: Mapping[str, Any]) -> str:
     return name if name in _DTYPES else "float32"
 
 
-def _eos_token_ids(hf: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
-    """Any id that either file calls the end."""
+def eos_token_ids(*configs: Mapping[str, Any]) -> tuple[int, ...]:
+    """Any id that one of the files calls the end."""
     ids: set[int] = set()
-    for source in (hf, generation):
+    for source in configs:
         value = source.get("eos_token_id")
         ids.update(value if isinstance(value, list | tuple) else () if value is None else (value,))
     if wrong := [value for value in ids if not isinstance(value, int)]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from jserve.errors import ConfigError
 from jserve.models.hf_config import count
-from jserve.models.hf_llama import adapt_mistral, adapt_qwen2, adapt_qwen3
+from jserve.models.hf_llama import adapt_mistral, adapt_qwen2, adapt_qwen3, qwen_windows
 from jserve.models.moe import MoENames
 from jserve.types import ModelConfig, MoEConfig
 
@@ -54,10 +54,22 @@ def adapt_mixtral(config: ModelConfig, hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def adapt_qwen2_moe(config: ModelConfig, hf: Mapping[str, Any]) -> ModelConfig:
-    config = dataclasses.replace(adapt_qwen2(config, hf), qkv_bias=bool(hf.get("qkv_bias", True)))
+    qkv_bias, windows = bool(hf.get("qkv_bias", True)), _qwen2_moe_windows(config, hf)
+    config = dataclasses.replace(adapt_qwen2(config, hf), qkv_bias=qkv_bias, windows=windows)
     shared = count(hf, "shared_expert_intermediate_size")
     moe = dataclasses.replace(_qwen(config, hf), shared_width=shared, shared_gate=True)
     return dataclasses.replace(config, moe=moe)
+
+
+def _qwen2_moe_windows(config: ModelConfig, hf: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """With use_sliding_window, of every other layer before max_window_layers, or as layer_types
+    says."""
+    before = hf.get("max_window_layers", 28)
+    usual = [
+        "sliding_attention" if layer % 2 == 0 and layer < before else "full_attention"
+        for layer in range(config.num_layers)
+    ]
+    return qwen_windows(hf, hf.get("layer_types") or usual)
 
 
 def adapt_qwen3_moe(config: ModelConfig, hf: Mapping[str, Any]) -> ModelConfig:

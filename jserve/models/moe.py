@@ -12,11 +12,9 @@ from collections.abc import Callable, Sequence
 
 from flax import nnx
 
-from jserve.errors import ConfigError
 from jserve.layers.linear import Linear
 from jserve.layers.moe import DOWN_AXES, GATE_UP_AXES, GATE_UP_BIAS_AXES, MoE, Router
 from jserve.models.blueprint import Blueprint, place_as_is, place_half, place_transposed
-from jserve.types import MoEConfig
 from jserve.weights.spec import Piece
 from pallas_kernels.gmm import grouped_matmul
 
@@ -79,12 +77,11 @@ def sparse_mlp(
     names: MoENames = MoENames(),
     pieces: ExpertPieces = per_expert,
 ) -> nnx.Module:
-    """The sparse layer at `path` of the decoder layer that the checkpoint calls `name`: an MoE.
-    Raises ConfigError when the experts do not divide over the mesh.
-    """
+    """The sparse layer at `path` of the decoder layer that the checkpoint calls `name`: an MoE."""
     config, moe, name = make.config, make.config.moe, f"{name}.{names.block}"
     assert moe is not None, f"{config.architecture} has no experts"
-    shape = _expert_shape(make, moe)
+    shards = make.rules.size("expert_mlp")
+    shape = ExpertShape(moe.num_experts, config.hidden_size, moe.width, shards)
 
     def experts(part: str, size: Sequence[int], axes: Sequence[str | None]) -> nnx.Param:
         found = pieces(part, f"{name}.{names.experts}", names, shape)
@@ -107,20 +104,6 @@ def sparse_mlp(
         rules=make.rules,
     )
     return make.shared_by_ranks(layer)
-
-
-def _expert_shape(make: Blueprint, moe: MoEConfig) -> ExpertShape:
-    experts, shards = make.rules.size("expert"), make.rules.size("expert_mlp")
-    for what, size, ways, flag in (
-        ("experts", moe.num_experts, experts, "--ep-size"),
-        ("columns of an expert", moe.width, shards, "--tp-size"),
-    ):
-        if size % ways:
-            fitting = ", ".join(str(n) for n in range(1, 65) if size % n == 0)
-            raise ConfigError(
-                f"the model's {size} {what} do not divide over {flag} {ways}; {fitting} would"
-            )
-    return ExpertShape(moe.num_experts, make.config.hidden_size, moe.width, shards)
 
 
 def _router(make: Blueprint, path: str, name: str, names: MoENames) -> Router:

@@ -65,7 +65,7 @@ def _moe(
 
 FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": Family(hf_llama.adapt_llama),
-    "MistralForCausalLM": Family(hf_llama.adapt_mistral),
+    "MistralForCausalLM": Family(hf_llama.adapt_mistral, defaults=hf_llama.MISTRAL_DEFAULTS),
     "Qwen2ForCausalLM": Family(hf_llama.adapt_qwen2),
     "Qwen3ForCausalLM": Family(hf_llama.adapt_qwen3),
     "MixtralForCausalLM": _moe(hf_moe.adapt_mixtral, hf_moe.MIXTRAL, hf_moe.MIXTRAL_DEFAULTS),
@@ -94,8 +94,11 @@ def parse_config(hf: Mapping[str, Any], generation: Mapping[str, Any] | None = N
     architecture = find_architecture(hf)
     family = FAMILIES[architecture]
     # A multi-modal config keeps the language model's own settings one level down.
-    merged = {**family.defaults, **_present(hf), **_present(hf.get("text_config"))}
-    _check_packing(architecture, merged.get("quantization_config") or {})
+    merged = {**_present(hf), **_present(hf.get("text_config"))}
+    stated = hf.keys() | (hf.get("text_config") or {}).keys()
+    merged |= {key: value for key, value in family.defaults.items() if key not in stated}
+    packing = merged.get("quantization_config") or merged.get("compression_config") or {}
+    _check_packing(architecture, packing)
     config = family.adapt(common_config(architecture, merged, generation or {}), merged)
     if len(config.windows) != config.num_layers:
         lengths = f"{len(config.windows)} layers, num_hidden_layers is {config.num_layers}"
@@ -144,7 +147,7 @@ def _check_packing(architecture: str, packing: Any) -> None:
 
 
 def _present(settings: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Null means absent in a config file."""
+    """Null means none in a config file, also where the family has a default."""
     if not isinstance(settings, Mapping | None):
         raise ConfigError(f"the model's config: text_config must be an object, is {settings!r}")
     settings = settings or {}

@@ -50,8 +50,8 @@ def _yarn(base: np.ndarray, theta: float, params: Mapping[str, float]) -> tuple[
     def pair_with(turns: float) -> float:
         return pairs * math.log(original / (turns * 2 * math.pi)) / math.log(theta)
 
-    low = pair_with(params.get("beta_fast", 32.0))
-    high = pair_with(params.get("beta_slow", 1.0))
+    low = pair_with(params.get("beta_fast") or 32.0)
+    high = pair_with(params.get("beta_slow") or 1.0)
     if params.get("truncate", 1.0):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * pairs - 1)

@@ -1,7 +1,6 @@
 """Over how many devices a model can be split: what must divide, in words, with the sizes that work.
 
-Heads need not divide, head_layout.py pads them; nor need the vocabulary. What experts alone need is
-models/moe.py's to refuse. Knows nothing of devices.
+Heads need not divide, head_layout.py pads them; nor need the vocabulary. Knows nothing of devices.
 """
 
 from __future__ import annotations
@@ -13,32 +12,42 @@ from jserve.types import ModelConfig
 
 
 def check_split(config: ModelConfig, tp: int, ep: int, dp: int = 1) -> None:
-    """Raises ConfigError that names what stands against tp · ep devices, and the sizes that do.
-    `dp`: of attention, whose ranks have a dp-th of the devices each.
+    """Raises ConfigError that names what stands against tp · ep devices, and sizes against which
+    nothing does. `dp`: of attention, whose ranks have a dp-th of the devices each.
     """
-    problem = next(_problems(config, tp * ep, dp), None)
+    problem = next(_problems(config, tp, ep, dp), None)
     if problem is None:
         return
+    asked = {"--tp-size": tp, "--ep-size": ep, "--dp-size": dp}
+    asked = {flag: size for flag, size in asked.items() if size > 1 or flag == "--tp-size"}
     up_to = range(1, config.num_heads * dp + 1)
-    asked, sizes = f"--tp-size {tp}", [n for n in up_to if _works(config, n, ep, dp)]
-    works = f"--tp-size {_listed(sizes)}"
-    if dp > 1:
-        asked, works = f"{asked} with --dp-size {dp}", f"{works} with this --dp-size"
-    if ep > 1:
-        sizes = [n for n in up_to if _works(config, tp, n, dp)]
-        asked = f"{asked} with --ep-size {ep}"
-        works = f"{works} with this --ep-size, --ep-size {_listed(sizes)} with this --tp-size"
-    raise ConfigError(f"{asked} does not fit {problem}; what does: {works}")
+    fitting = {
+        "--tp-size": [n for n in up_to if _works(config, n, ep, dp)],
+        "--ep-size": [n for n in up_to if ep > 1 and _works(config, tp, n, dp)],
+    }
+    works = [
+        " with ".join(
+            [f"{flag} {_listed(sizes)}", *(f"this {one}" for one in asked if one != flag)]
+        )
+        for flag, sizes in fitting.items()
+        if sizes
+    ]
+    told = " with ".join(f"{flag} {size}" for flag, size in asked.items())
+    raise ConfigError(f"{told} does not fit {problem}; what does: {'; '.join(works) or 'neither'}")
 
 
 def _works(config: ModelConfig, tp: int, ep: int, dp: int) -> bool:
-    moe = config.moe
-    experts = ep == 1 if moe is None else moe.num_experts % ep == moe.width % tp == 0
     divides = tp % dp == 0 or (tp == 1 and ep % dp == 0)
-    return experts and divides and not any(_problems(config, tp * ep, dp))
+    sparse = config.moe is not None or ep == 1
+    return sparse and divides and not any(_problems(config, tp, ep, dp))
 
 
-def _problems(config: ModelConfig, devices: int, dp: int) -> Iterator[str]:
+def _problems(config: ModelConfig, tp: int, ep: int, dp: int) -> Iterator[str]:
+    moe, devices = config.moe, tp * ep
+    if moe is not None and moe.num_experts % ep:
+        yield f"the model's {moe.num_experts} experts, which --ep-size {ep} does not divide"
+    if moe is not None and moe.width % tp:
+        yield f"the model's {moe.width} columns of an expert, which --tp-size {tp} does not divide"
     if devices > config.num_heads * dp:
         yield f"the model's {config.num_heads} query heads, of which each device needs one"
     for name, width in _widths(config):
@@ -56,4 +65,4 @@ def _widths(config: ModelConfig) -> Iterator[tuple[str, int]]:
 
 
 def _listed(sizes: Iterable[int]) -> str:
-    return ", ".join(map(str, sizes)) or "(none)"
+    return ", ".join(map(str, sizes))

@@ -35,10 +35,20 @@ class DeviceMemory:
     def num_pages(self, fraction: float) -> int:
         """Pages of a pool that with the weights fits `fraction`, and leaves room for a step."""
         assert self.limit is not None
-        room = min(fraction * self.limit, (1 - _RESERVE) * self.limit - self.temporaries)
+        room = min(fraction * self.limit - self.weights - self.state, self._beside_a_step())
         grain = self.limit // _GRAINS
-        room = max(0, int(room - self.weights - self.state) // grain * grain)
+        return self._pages_in(int(room) // grain * grain)
+
+    def most_pages(self) -> int:
+        """Pages of the largest pool that leaves room for a step."""
+        return self._pages_in(self._beside_a_step())
+
+    def _pages_in(self, room: float) -> int:
         return bisect.bisect_right(range(1, 1 << 40), room, key=self.pool)
+
+    def _beside_a_step(self) -> float:
+        assert self.limit is not None
+        return (1 - _RESERVE) * self.limit - self.temporaries - self.weights - self.state
 
     def table(self, num_pages: int, page_size: int) -> str:
         tokens = (num_pages - 1) * page_size
@@ -76,8 +86,13 @@ def local_bytes(arrays: Iterable[Any]) -> int:
     return total
 
 
-def temporary_bytes(program: jax.stages.Compiled) -> int:
-    """What a call needs beside its arguments: scratch and the outputs that alias none of them."""
+def temporary_bytes(program: jax.stages.Compiled, platform: str) -> int:
+    """What a call needs beside its arguments: scratch and the outputs that alias none of them. On
+    TPU scratch alone leaves out most of what is live at the peak.
+    """
     analysis: Any = program.memory_analysis()
     outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-    return analysis.temp_size_in_bytes + max(0, outputs)
+    beside = analysis.temp_size_in_bytes + max(0, outputs)
+    if platform != "tpu":
+        return beside
+    return max(beside, analysis.peak_memory_in_bytes - analysis.argument_size_in_bytes)

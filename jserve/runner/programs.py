@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jserve import sampling
-from jserve.batch import CallContext, Hidden, SlotParams, SlotState
+from jserve.batch import MOST_COUNTED, CallContext, Hidden, SlotParams, SlotState
 from jserve.cache.pool import KVPool
 from jserve.plan import Kind
 from jserve.runner import logprobs as numbers
@@ -92,7 +92,8 @@ class Programs:
                 of_rows = jax.tree.map(lambda leaf: leaf[slots], state.params)
                 operands = (logits, of_rows, state.counts[slots], output_index, mask)
                 tokens, distance = self.sample(*operands)
-                counted = jnp.where(tokens < 0, state.counts.shape[1], tokens)
+                uncounted = (tokens < 0) | (output_index >= MOST_COUNTED)
+                counted = jnp.where(uncounted, state.counts.shape[1], tokens)
                 counts = state.counts.at[slots, counted].add(1, mode="drop")
                 state, out = dataclasses.replace(state, counts=counts), tokens
                 if logprobs:
@@ -125,7 +126,7 @@ class Programs:
             rows = SlotState(
                 last_token=jnp.zeros(layout.rows, jnp.int32),
                 page_table=page_table,
-                counts=jnp.zeros((layout.rows, state.counts.shape[1]), jnp.int16),
+                counts=jnp.zeros((layout.rows, state.counts.shape[1]), state.counts.dtype),
                 params=SlotParams(
                     seed=lax.bitcast_convert_type(fields.seed, jnp.uint32),
                     floats=lax.bitcast_convert_type(fields.floats, jnp.float32),

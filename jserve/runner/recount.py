@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import jax
 import numpy as np
 
-from jserve.batch import SlotState
+from jserve.batch import MOST_COUNTED, SlotState
 from jserve.plan import SlotEdit
 from jserve.runner.buckets import Key
 from jserve.runner.manifest import Program
@@ -43,8 +43,9 @@ def no_recount(vocab: int) -> np.ndarray:
 def pack_recounts(edits: Sequence[SlotEdit], vocab: int) -> Iterator[np.ndarray]:
     """For each 1,024 output ids of a resumed request: [slot, ids …] padded with V."""
     for edit in edits:
-        for first in range(0, len(edit.output_ids), RECOUNT_IDS):
-            ids = edit.output_ids[first : first + RECOUNT_IDS]
+        counted = edit.output_ids[:MOST_COUNTED]
+        for first in range(0, len(counted), RECOUNT_IDS):
+            ids = counted[first : first + RECOUNT_IDS]
             packed = no_recount(vocab)
             packed[0] = edit.slot
             packed[1 : 1 + len(ids)] = ids

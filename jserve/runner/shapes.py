@@ -5,7 +5,6 @@ ShapeDtypeStructs with shardings, nothing allocated; the model is evaluated abst
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 from jserve.batch import CallContext, SlotParams, SlotState
 from jserve.cache.pool import KVPool, pool_spec
 from jserve.types import MAX_LOGIT_BIAS, MAX_LOGPROB_IDS, MAX_STOP_TOKEN_IDS, KVShape
+from jserve.types.kv_layout import table_pages
 from jserve.weights.spec import WeightSpec
 from pallas_kernels.attention import AttentionMeta
 from sharding.rules import Rules
@@ -76,7 +76,7 @@ class Shapes:
         self.groups, self.group_pages = model.cache.groups, group_pages
         pool = pool_spec(model.cache, num_pages, page_size, kv_dtype, rules, group_pages)
         self.kv = pool._replace(tally=tuple(self.int32(*shape) for shape in model.tallies))
-        self.pages = math.ceil(context_length / page_size) + 1
+        self.pages = table_pages(context_length, page_size)
         self.vocab = model.vocab_size
         self.hidden, columns = self._of_model(model)
         self.state = self._state(num_slots + 1, columns)
@@ -108,7 +108,7 @@ class Shapes:
         return SlotState(  # type: ignore[arg-type]
             last_token=self.int32(slots),
             page_table=self.int32(slots, self.pages),
-            counts=self.array((slots, columns), jnp.int16, (None, "vocab")),
+            counts=self.array((slots, columns), jnp.uint16, (None, "vocab")),
             params=SlotParams(
                 seed=self.array((slots, 2), jnp.uint32),
                 floats=self.array((slots, 6), jnp.float32),

@@ -1,4 +1,5 @@
-"""From a model and its parameters to a Runner: the pool's size, the programs and their order.
+"""From a model and its parameters to what a Runner is made of: the pool's size, the programs and
+their order.
 
 What must be compiled before the first step is the least set that serves every step; it is also
 what sets the memory that a step needs. The rest makes steps cheaper, and comes in the order in
@@ -13,7 +14,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +29,8 @@ from jserve.runner.manifest import Manifest, Options, Program
 from jserve.runner.memory import DeviceMemory, device_limit, local_bytes, temporary_bytes
 from jserve.runner.programs import Programs
 from jserve.runner.ranked import for_ranks
+from jserve.runner.reach import reached_pages
 from jserve.runner.recount import recount_program
-from jserve.runner.runner import Runner
 from jserve.runner.score import score_program
 from jserve.runner.shapes import Model, Shapes, shardings
 from jserve.runner.store import ProgramStore
@@ -72,11 +73,6 @@ class RunnerSettings(Protocol):
     def swa_full_tokens_ratio(self) -> float | None: ...
 
 
-def start_runner(*arguments: Any, **options: Any) -> Runner:
-    """One of one rank, of compile_programs' arguments; its pool is allocated."""
-    return Runner(*compile_programs(*arguments, **options))
-
-
 def compile_programs(
     model: Model,
     params: Mapping[str, jax.Array],
@@ -102,7 +98,7 @@ def compile_programs(
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     sizing, on_each_rank = Sizing(model, rules, settings), for_ranks(rules)
     memory = sizing.memory(local_bytes(params.values()))
-    num_pages, folder = sizing.pages(memory), None
+    num_pages, folder = sizing.reached(sizing.pages(memory)), None
     devices = list(rules.mesh.devices.flat)
     # On a CPU programs compile while others serve, and depend on more than its kind.
     if compilation_cache_dir is not None and rules.platform != "cpu":
@@ -122,8 +118,9 @@ def compile_programs(
         )
         # Autotuning needs memory, so a device's pool is allocated after the last compilation.
         manifest.compile(progress, everything=rules.platform != "cpu")
-        memory = measured(memory, (manifest.ready[p.key] for p in largest(programs)))
-        fitting = sizing.pages(memory)
+        compiled = (manifest.ready[p.key] for p in largest(programs))
+        memory = measured(memory, compiled, rules.platform)
+        fitting = sizing.reached(sizing.pages(memory))
         if fitting >= num_pages:
             break
         num_pages = fitting  # temporaries are larger than what the fraction leaves: rare
@@ -233,7 +230,7 @@ class Sizing:
         """By --max-total-tokens, else what weights and temporaries leave free."""
         settings = self.settings
         if settings.max_total_tokens is not None:
-            return math.ceil(settings.max_total_tokens / settings.page_size) + 1
+            return self._asked_pages(memory, settings.max_total_tokens)
         if memory.limit is None:
             raise ConfigError("this device does not tell its memory; give --max-total-tokens")
         fraction = settings.mem_fraction_static
@@ -246,7 +243,41 @@ class Sizing:
             )
         return pages
 
+    def reached(self, num_pages: int) -> int:
+        """Of a pool of so many pages, those that this platform's kernels reach. Raises ConfigError
+        when fewer were asked for by --max-total-tokens.
+        """
+        if self.rules.platform != "gpu":
+            return num_pages
+        pages = reached_pages(num_pages, lambda n: jax.tree.leaves(self.programs(n).shapes.kv))
+        asked, page_size = self.settings.max_total_tokens, self.settings.page_size
+        if pages < num_pages and asked is not None:
+            raise ConfigError(
+                f"--max-total-tokens {asked} makes a float8 pool of which GPU kernels reach "
+                f"{(pages - 1) * page_size} tokens: ask for those at most, or for more than twice "
+                "as many"
+            )
+        if pages < num_pages:
+            logger.info(
+                "the float8 pool ends at %d of %d pages: kernels reach no more", pages, num_pages
+            )
+        return pages
 
-def measured(memory: DeviceMemory, programs: Iterable[jax.stages.Compiled]) -> DeviceMemory:
+    def _asked_pages(self, memory: DeviceMemory, tokens: int) -> int:
+        page_size = self.settings.page_size
+        pages = math.ceil(tokens / page_size) + 1
+        if memory.limit is not None and pages > (most := memory.most_pages()):
+            raise ConfigError(
+                f"--max-total-tokens {tokens} needs a KV pool of {memory.pool(pages) / 2**30:.1f} "
+                f"GiB on each device; beside weights and a step, {memory.limit / 2**30:.1f} GiB "
+                f"have room for {max(0, most - 1) * page_size} tokens at most"
+            )
+        return pages
+
+
+def measured(
+    memory: DeviceMemory, programs: Iterable[jax.stages.Compiled], platform: str
+) -> DeviceMemory:
     """With the temporaries of the greediest program."""
-    return dataclasses.replace(memory, temporaries=max(temporary_bytes(p) for p in programs))
+    temporaries = max(temporary_bytes(program, platform) for program in programs)
+    return dataclasses.replace(memory, temporaries=temporaries)

@@ -16,7 +16,7 @@ _MAX_INTERVAL = 0.5  # seconds
 
 class Deadlines:
     """Both limits are of one stay, in the queue or in a slot: a request that is retracted begins a
-    new one. Pauses do not count (pause.py)."""
+    new one, and one that jumps goes on with its own. Pauses do not count (pause.py)."""
 
     def __init__(self, roster: Roster) -> None:
         waiting, running = roster.settings.req_waiting_timeout, roster.settings.req_running_timeout
@@ -34,7 +34,7 @@ class Deadlines:
         self._next = now + self._interval
         waited = [one for one in roster.waiting if now - one.since + _before(one) > self._waiting]
         ran = [row.request for row in roster.residents]
-        ran = [one for one in ran if now - one.since > self._running]
+        ran = [one for one in ran if now - one.since + one.ran > self._running]
         why = f"waited for longer than {self._waiting:g} s (--req-waiting-timeout)."
         self._end(waited, "num_waiting_timeouts_total", why)
         why = f"ran for longer than {self._running:g} s (--req-running-timeout)."

@@ -79,7 +79,8 @@ def make_room(
 def requeue_residents(roster: Roster) -> None:
     """The cache was reset and with it every lease: all wait again, or fail the second time."""
     residents = roster.residents
-    roster.waiting = [request for request in roster.waiting if request.row is None]  # amid a plan
+    for request in [one for one in roster.waiting if one.row is not None]:  # amid a plan
+        roster.unqueue(request)
     for row in residents:
         wait_again(roster, row)
     roster.free_slots[:] = range(roster.settings.num_slots - 1, -1, -1)  # one that was lost, too
@@ -94,8 +95,9 @@ def requeue(roster: Roster, cache: CacheManager, row: Row) -> None:
     """Take a request off the device; later it draws the same tokens again. Of its KV the tree keeps
     the prompt, or what it had when it came."""
     cache.release(row.lease)
-    wait_again(roster, row)
     row.request.num_retractions += 1
+    row.request.ran = 0.0
+    wait_again(roster, row)
 
 
 def abort(roster: Roster, request: Request, error: JserveError) -> None:

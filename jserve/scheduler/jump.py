@@ -18,7 +18,8 @@ def append_forced(
     roster: Roster, cache: CacheManager, accept: Accept, request: Request, tokens: Sequence[int]
 ) -> None:
     """Give a running request these output tokens. What is in flight for it is dropped; it waits at
-    its old place, its KV stays cached, and its next step computes the tokens like a prompt's.
+    its old place, its KV stays cached, and its next step computes the tokens like a prompt's. It
+    is still running, by --req-running-timeout and for the queue's limit.
     """
     row = request.row
     assert row is not None and request.logprobs is None, request.rid
@@ -30,4 +31,5 @@ def append_forced(
     request.num_forced += len(tokens) + 1  # the step computes them, and draws one
     roster.totals["num_jump_forward_tokens_total"] += len(tokens)
     cache.finish(row.lease, request.tokens()[:valid], len(request.prompt))
+    request.ran += roster.clock() - request.since
     wait_again(roster, row)

@@ -28,8 +28,12 @@ def make_rank(settings: SchedulerSettings) -> Rank | None:
 
 
 def displace(roster: Roster, request: Request) -> None:
-    """The queue is full: drop the last of it for a request that goes before, or refuse that one."""
-    last = roster.waiting[-1]
+    """The queue is full: drop the last of it for a request that goes before, or refuse that one.
+    Those amid a run (jump.py) hold no place in it."""
+    queued = [one for one in roster.waiting if not one.ran]
+    if len(queued) < (roster.settings.max_queued or 0):
+        return
+    last = queued[-1] if queued else request
     if last.rank <= request.rank:
         raise QueueFullError("The request queue is full.")
     roster.totals["num_aborted_requests_total"] += 1

@@ -41,6 +41,7 @@ class Request:
     row: Row | None = None  # None: waiting or over
     rank: int = 0  # the smallest goes first; 0 for all unless priorities order the queue
     since: float = 0.0  # scheduler clock: when it came to the queue, or to its slot
+    ran: float = 0.0  # seconds before that, of a run that jumps (jump.py) have cut
     seed: int | None = None  # drawn at the first admission
     queue_time: float = 0.0
     cache_seconds: float = 0.0  # spent on matches and allocations when it was offered to admission

@@ -75,11 +75,15 @@ class Roster:
         """Let a request without a slot wait at its place."""
         request.since = self.clock()
         bisect.insort(self.waiting, request, key=_place)
+        self.totals["num_waiting_tokens"] += len(request.prompt) + len(request.output_ids)
+        self.totals["num_retracted_reqs"] += bool(request.num_retractions)
         self.full &= self.waiting[0] is not request
 
     def unqueue(self, request: Request) -> None:
-        """It has a slot now. The queue may be long."""
+        """It has a slot now, or is over. The queue may be long."""
         del self.waiting[bisect.bisect_left(self.waiting, _place(request), key=_place)]
+        self.totals["num_waiting_tokens"] -= len(request.prompt) + len(request.output_ids)
+        self.totals["num_retracted_reqs"] -= bool(request.num_retractions)
 
     def seat(self, request: Request, grant: Grant) -> Chunk:
         """Give an admitted request a slot. The caller takes it out of the queue."""
@@ -138,11 +142,11 @@ class Roster:
             self.end(request, FinishReason(type="length", length=0))
 
     def end(self, request: Request, finish: FinishReason | None, *, keep: bool = True) -> None:
-        """The request is over, even if the cache fails; its valid KV stays cached if `keep`.
-        Without `finish` no Delta."""
+        """The request is over, even if the cache fails; its valid KV stays cached if `keep`, else
+        nothing of it. Without `finish` no Delta."""
         row = request.row
         if row is None:
-            self.waiting.remove(request)
+            self.unqueue(request)
         else:
             self.vacate(row)
         del self.requests[request.rid]
@@ -150,10 +154,12 @@ class Roster:
         self.totals["num_requests_total"] += 1
         if finish is not None:
             self.outbox.append(request.delta(finish))
-        if row is not None:
+        if row is not None and not keep:
+            self._cache.discard(row.lease)
+        elif row is not None:
             # the last token has no KV, or a launch in flight is still to write it
             valid = len(request.prompt) + max(len(request.output_ids) - 1, 0)
-            valid = min(valid, int(self.table.kv_len[row.slot])) if keep else 0
+            valid = min(valid, int(self.table.kv_len[row.slot]))
             self._cache.finish(row.lease, request.tokens()[:valid], len(request.prompt))
 
     def vacate(self, row: Row) -> None:

@@ -20,7 +20,7 @@ from jserve.plan import SampledLogprobs, StepOutcome, StepPlan
 from jserve.scheduler.admission import Admission, prompt_budget
 from jserve.scheduler.assembly import assemble
 from jserve.scheduler.by_priority import make_measure
-from jserve.scheduler.integrity import check_slots
+from jserve.scheduler.integrity import make_check
 from jserve.scheduler.interruption import make_room
 from jserve.scheduler.policy import POLICIES
 from jserve.scheduler.priority import displace, make_rank
@@ -59,7 +59,8 @@ class Scheduler:
         outside = Supervisor(self._roster, cache, self._accept)
         self.abort, self.pause, self.resume = outside.abort, outside.pause, outside.resume
         self.finish, self.count, self.jump = outside.finish, outside.count, outside.jump
-        self.drain, self.flush_cache = self._roster.drain, outside.flush_cache
+        self.drain, self.check_integrity = self._roster.drain, make_check(self._roster, cache)
+        self.may_flush, self.flush_cache = outside.may_flush, outside.flush_cache
         self.reset_device, self.rebuild = outside.reset_device, outside.rebuild
 
     @property
@@ -139,11 +140,6 @@ class Scheduler:
         own = {"cache_hit_rate": self._hit_rate, "new_token_ratio": self._ratio}
         return {**self._measure(), **own, "steps_total": self._step}
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError when a page, a lock or a slot has no owner or two."""
-        self.cache.check_integrity()
-        check_slots(self._roster, self.settings)
-
     def _plan_decode(self) -> DecodeRows:
         """One token for every running request that is not certain to end with what is in flight."""
         table, page_size = self._table, self.settings.page_size
@@ -199,8 +195,7 @@ class Scheduler:
         for request in order_by(queue, self.cache, self._shuffles) if order_by else queue:
             if admission.closed or not roster.free_slots:
                 break
-            grant = admission.admit(request)
-            if grant is None:
+            if (grant := admission.admit(request)) is None:
                 break
             chunks.append(roster.seat(request, grant))
             if not request.num_retractions:

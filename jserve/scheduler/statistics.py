@@ -15,7 +15,6 @@ def measure(cache: CacheManager, roster: Roster) -> dict[str, float]:
         "num_running_reqs": running,
         "num_queue_reqs": len(roster.waiting),
         "num_paused_reqs": 0 if roster.paused_at is None else len(roster.requests),
-        "num_retracted_reqs": sum(bool(request.num_retractions) for request in roster.waiting),
         "num_used_tokens": used,
         "token_usage": used / (pages * page),
         "utilization": max(used / (pages * page), running / roster.settings.num_slots),
@@ -31,7 +30,6 @@ def measure(cache: CacheManager, roster: Roster) -> dict[str, float]:
         "evicted_tokens_total": cache.counters.evicted_pages * page,
         "allocator_failures_total": cache.counters.allocator_failures,
         "cache_active_references": len(cache.leases),
-        "num_waiting_tokens": sum(len(r.prompt) + len(r.output_ids) for r in roster.waiting),
         "num_chunked_tokens": 0 if cut is None else len(cut.tokens) - int(kv_len[cut.slot]),
         **roster.totals,
     }

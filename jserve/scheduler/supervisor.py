@@ -40,10 +40,17 @@ class Supervisor:
         totals = self._roster.totals
         totals[name] = totals.get(name, 0) + times
 
-    def flush_cache(self) -> bool:
-        """Forget all prefixes; refused (False) while there is a request, in a pause one with KV."""
+    def may_flush(self) -> bool:
+        """Whether nobody needs what is cached: there is no request, in a pause none with KV."""
         paused = self._roster.paused_at is not None
-        return (paused or not self._roster.requests) and self._cache.flush()
+        return (paused or not self._roster.requests) and not self._cache.leases
+
+    def flush_cache(self) -> bool:
+        """Forget all prefixes; refused (False) unless it may."""
+        if not self.may_flush():
+            return False
+        self._cache.reset()
+        return True
 
     def pause(self, mode: str = "abort") -> None:
         """Plan nothing until `resume`; nothing is in flight. RequestError: no mode of pause.py."""

@@ -26,6 +26,7 @@ from jserve.server.chat import ChatRoutes
 from jserve.server.completions import CompletionRoutes
 from jserve.server.exchange import Serving
 from jserve.server.guard import Guard
+from jserve.server.health import HealthRoutes
 from jserve.server.http_metrics import HttpMetrics
 from jserve.server.listener import check_early, listen
 from jserve.server.loads import LoadRoutes
@@ -37,6 +38,7 @@ from jserve.server.query import with_query
 from jserve.server.ranked import with_rank
 from jserve.server.replies import error_response
 from jserve.server.thinking import thinking
+from jserve.server.tokens import TokenRoutes
 
 _logger = logging.getLogger("jserve.server")
 
@@ -111,6 +113,7 @@ async def _supervise(serving: Serving, server: uvicorn.Server, listener: socket.
             await engine.control("server_info")  # raises EngineDeadError with the cause
     finally:
         server.should_exit = True
+        _logger.info("shutting down; open requests have %d s to finish", _GRACE)
         await asyncio.wait((http,), timeout=_GRACE)
         if loading.done() and loading.exception() is None:
             await asyncio.to_thread(loading.result().shutdown)
@@ -140,6 +143,7 @@ def _build_app(serving: Serving) -> FastAPI:
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_fault)
     loads, logs = LoadRoutes(serving), LogRoutes(serving)
+    health, tokens = HealthRoutes(serving), TokenRoutes(serving)
     models, native, pausing = ModelRoutes(serving), NativeRoutes(serving), PauseRoutes(serving)
     routes = [
         ("/v1/chat/completions", ChatRoutes(serving, *thinking(serving)).chat, "POST"),
@@ -148,16 +152,16 @@ def _build_app(serving: Serving) -> FastAPI:
         ("/v1/models/{model:path}", models.model, "GET"),
         ("/generate", native.generate, "POST PUT"),
         ("/", native.root, "GET"),
-        ("/health /ready", native.health, "GET"),
-        ("/health_generate", native.health_generate, "GET"),
+        ("/health /ready", health.health, "GET"),
+        ("/health_generate", health.health_generate, "GET"),
         ("/model_info /get_model_info", native.model_info, "GET"),
         ("/server_info /get_server_info", native.server_info, "GET"),
         ("/flush_cache", native.flush_cache, "GET POST"),
         ("/abort_request", native.abort, "POST"),
         ("/pause_generation", pausing.pause, "POST"),
         ("/continue_generation", pausing.resume, "POST"),
-        ("/tokenize /v1/tokenize", native.tokenize, "POST"),
-        ("/detokenize /v1/detokenize", native.detokenize, "POST"),
+        ("/tokenize /v1/tokenize", tokens.tokenize, "POST"),
+        ("/detokenize /v1/detokenize", tokens.detokenize, "POST"),
         ("/v1/loads", loads.loads, "GET"),
         ("/get_load", loads.get_load, "GET"),
         ("/configure_logging", logs.configuration, "GET"),
@@ -168,7 +172,7 @@ def _build_app(serving: Serving) -> FastAPI:
         routes.append(("/metrics", native.metrics, "GET"))
     for paths, handler, methods in routes:
         if paths in _RANKED and serving.config.execution.dp_size > 1:
-            handler = with_rank(handler)
+            handler = with_rank(handler, serving.pool)
         if "GET" in methods and paths not in _PROBES:  # who takes a body checks it there
             handler = with_query(handler, _QUERIES.get(paths, ()))
         for path in paths.split():

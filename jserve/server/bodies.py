@@ -1,6 +1,7 @@
-"""The fields of OpenAI's requests, their types and what they default to: records without logic.
+"""The fields of requests under /v1, their types and what they default to: records without logic.
 
-What a field means is openai.py's, chat.py's and completions.py's to say, its range the engine's.
+What a field means is openai.py's, chat.py's, completions.py's and tokens.py's to say, its range the
+engine's.
 """
 
 from __future__ import annotations
@@ -97,3 +98,19 @@ class CompletionBody(OpenAIBody):
     logprobs: Int | None = None
     echo: bool = False
     best_of: Int | None = None
+
+
+class TokenizeBody(Body):
+    model: str = "default"
+    prompt: str | list[str] | None = None
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True  # messages end with the beginning of an answer
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+class DetokenizeBody(Body):
+    tokens: list[Int | list[Int]]
+    model: str = "default"
+    skip_special_tokens: bool = True

@@ -5,30 +5,26 @@ Refuses to know transport (exchange.py) and what it shares with text completions
 
 from __future__ import annotations
 
-import asyncio
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jserve.errors import RequestError
+from jserve.engine.engine import Engine
 from jserve.server import openai
 from jserve.server.answer import abort_message, chat_choice
-from jserve.server.bodies import ChatBody, Message
-from jserve.server.exchange import Serving, origin, read_body
+from jserve.server.bodies import ChatBody, Message, TokenizeBody
+from jserve.server.exchange import Serving, origin
 from jserve.server.ids import check_ids
-from jserve.server.logprobs import chat_logprobs, check_top
+from jserve.server.logprobs import chat_logprobs, chat_params
 from jserve.server.parts import joined_text
 from jserve.server.protocol import convert, decode
 from jserve.server.thinking import Think
-from jserve.server.unusable import bad_message, unusable
+from jserve.server.unusable import RESERVED, bad_limit, bad_message, unusable
 from jserve.tokenizer.tokenizer import Tokenizer
-from jserve.types import LogprobParams, Output
-
-_THREAD_BYTES = 1 << 15  # messages of larger bodies are rendered off the event loop
-_RESERVED = {"add_generation_prompt", "continue_final_message", "messages", "self"}
+from jserve.types import Output
 
 
 class ChatRoutes:
@@ -36,43 +32,38 @@ class ChatRoutes:
         self._serving, self._think = serving, think
 
     async def chat(self, request: Request) -> Response:
-        serving, engine, begun = self._serving, self._serving.engine, origin(request)
-        raw = await read_body(request)
+        asked = functools.partial(self._asked, self._serving.engine, origin(request))
+        return await openai.respond(request, self._serving, asked)
+
+    def _asked(self, engine: Engine, begun: Mapping[str, Any], raw: bytes) -> openai.Asked:
         body = decode(raw, ChatBody)
-        openai.check_model(serving, body.model)
-        logprobs = _logprobs(body)
+        openai.check_model(self._serving, body.model)
+        wanted = body.logprobs or body.top_logprobs
+        logprobs = chat_params(body.logprobs, body.top_logprobs or 0) if wanted else None
         sampling = openai.sampling(body, _max_tokens(body), engine.generation_config)
         if body.input_ids is None:
-            options = (body.continue_final_message, body.chat_template_kwargs, len(raw))
-            ids = await prompt_ids(engine.tokenizer, body.messages, *options)
+            ids = prompt_ids(engine.tokenizer, body)
         else:
             ids = check_ids("input_ids", body.input_ids, engine.model_config.vocab_size)
         asked = openai.requests(body, [ids], sampling, logprobs, begun)
-        asked, shape = self._think(body, asked, ChatShape(body, engine.tokenizer))
-        return await openai.respond(request, serving, body, asked, shape)
+        return body, *self._think(body, asked, ChatShape(body, engine.tokenizer))
 
 
-async def prompt_ids(
-    tokenizer: Tokenizer,
-    fields: Sequence[dict[str, Any]],
-    continue_final_message: bool,
-    variables: Mapping[str, Any],
-    size: int,
-    begin_answer: bool = True,
+def prompt_ids(
+    tokenizer: Tokenizer, body: ChatBody | TokenizeBody, begin_answer: bool = True
 ) -> list[int]:
-    """Messages of about `size` bytes through the chat template. Raises RequestError."""
-    messages = [_template_message(one, f"messages[{i}]") for i, one in enumerate(fields)]
-    taken, last = _RESERVED & variables.keys(), messages[-1]["role"] if messages else ""
-    if not messages or taken or (continue_final_message and last != "assistant"):
+    """Its messages through the chat template. Raises RequestError."""
+    messages = [_template_message(one, f"messages[{i}]") for i, one in enumerate(body.messages)]
+    variables, continued = body.chat_template_kwargs, body.continue_final_message
+    taken, last = RESERVED & variables.keys(), messages[-1]["role"] if messages else ""
+    if not messages or taken or (continued and last != "assistant"):
         raise unusable(messages, taken)
-    render = functools.partial(
-        tokenizer.apply_chat_template,
+    return tokenizer.apply_chat_template(
         messages,
-        add_generation_prompt=begin_answer and not continue_final_message,
-        continue_final_message=continue_final_message,
+        add_generation_prompt=begin_answer and not continued,
+        continue_final_message=continued,
         **variables,
     )
-    return await asyncio.to_thread(render) if size > _THREAD_BYTES else render()
 
 
 def _template_message(fields: dict[str, Any], at: str) -> dict[str, Any]:
@@ -90,22 +81,10 @@ def _template_message(fields: dict[str, Any], at: str) -> dict[str, Any]:
 
 def _max_tokens(body: ChatBody) -> int | None:
     old, new = body.max_tokens, body.max_completion_tokens
-    if old is not None and new is not None and old != new:
-        raise RequestError("max_tokens and max_completion_tokens differ; give one.", "max_tokens")
-    name, limit = ("max_tokens", old) if new is None else ("max_completion_tokens", new)
-    if limit is not None and limit < 1:
-        raise RequestError(f"{name} must be >= 1, got {limit}.", name)
+    limit = old if new is None else new
+    if (limit is not None and limit < 1) or old not in (None, limit):
+        raise bad_limit(old, new)
     return limit
-
-
-def _logprobs(body: ChatBody) -> LogprobParams | None:
-    top_num = body.top_logprobs or 0
-    if body.logprobs:
-        check_top("top_logprobs", top_num)
-        return LogprobParams(top_num=top_num)
-    if top_num:
-        raise RequestError("top_logprobs needs logprobs: true.", "top_logprobs")
-    return None
 
 
 class ChatShape:
@@ -135,7 +114,7 @@ class ChatShape:
         wanted = output.new_ids and (self._body.logprobs or self._body.return_token_ids)
         if output.delta or wanted:
             chunk = _chunk(index, {"content": output.delta})
-            if (logprobs := output.output_logprobs) is not None:
+            if self._body.logprobs and (logprobs := output.output_logprobs) is not None:
                 chunk["logprobs"] = chat_logprobs(self._tokenizer, logprobs, self._seen[index])
                 self._seen[index] = len(logprobs.token_ids)
             if self._body.return_token_ids:

@@ -5,20 +5,23 @@ Refuses to know transport (exchange.py) and what it shares with chat completions
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jserve.engine.engine import Engine
 from jserve.errors import RequestError
 from jserve.server import openai
 from jserve.server.answer import abort_message, finish
 from jserve.server.bodies import CompletionBody
-from jserve.server.exchange import Serving, origin, read_body
+from jserve.server.exchange import Serving, origin
 from jserve.server.ids import check_ids
 from jserve.server.logprobs import CompletionLogprobs, check_top
 from jserve.server.protocol import decode
+from jserve.server.sequences import check_count
 from jserve.tokenizer.tokenizer import Tokenizer
 from jserve.types import LogprobParams, Output
 
@@ -28,9 +31,12 @@ class CompletionRoutes:
         self._serving = serving
 
     async def completions(self, request: Request) -> Response:
-        serving, engine, begun = self._serving, self._serving.engine, origin(request)
-        body = decode(await read_body(request), CompletionBody)
-        openai.check_model(serving, body.model)
+        asked = functools.partial(self._asked, self._serving.engine, origin(request))
+        return await openai.respond(request, self._serving, asked)
+
+    def _asked(self, engine: Engine, begun: Mapping[str, Any], raw: bytes) -> openai.Asked:
+        body = decode(raw, CompletionBody)
+        openai.check_model(self._serving, body.model)
         if body.max_tokens is not None and body.max_tokens < (0 if body.echo else 1):
             message = f"max_tokens must be >= 1, or 0 with echo, got {body.max_tokens}."
             raise RequestError(message, "max_tokens")
@@ -42,14 +48,13 @@ class CompletionRoutes:
             start = 0 if body.echo else -1
             logprobs = LogprobParams(start_len=start, top_num=body.logprobs)
         sampling = openai.sampling(body, body.max_tokens, {})
-        prompts = _prompts(body.prompt, engine.model_config.vocab_size)
+        prompts = _prompts(body.prompt, body.n, engine.model_config.vocab_size)
         requests = openai.requests(body, prompts, sampling, logprobs, begun)
-        shape = CompletionShape(body, engine.tokenizer, prompts)
-        return await openai.respond(request, serving, body, requests, shape)
+        return body, requests, CompletionShape(body, engine.tokenizer, prompts)
 
 
-def _prompts(prompt: str | list[Any], vocab_size: int) -> Sequence[str | list[int]]:
-    """One text, a list of texts, one list of ids, or a list of those."""
+def _prompts(prompt: str | list[Any], n: int, vocab_size: int) -> Sequence[str | list[int]]:
+    """One text, a list of texts, one list of ids, or a list of those; `n` answers to each."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
@@ -57,6 +62,8 @@ def _prompts(prompt: str | list[Any], vocab_size: int) -> Sequence[str | list[in
             "prompt must be a text, token ids, or a non-empty list of those.", "prompt"
         )
     kinds = {type(one) for one in prompt}
+    if kinds != {int}:
+        check_count(len(prompt), len(prompt) * n, "prompt")
     if kinds == {str}:
         return prompt
     if kinds == {int}:

@@ -9,7 +9,8 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -26,6 +27,7 @@ from jserve.server.replies import error_event
 from jserve.types import GenerateRequest
 
 MAX_BODY_BYTES = 64 << 20
+LARGE_BODY = 1 << 15  # bytes; what more of them need would stop the event loop for milliseconds
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 _Lines = AsyncGenerator[bytes, None]
 _T = TypeVar("_T")
@@ -33,10 +35,12 @@ _T = TypeVar("_T")
 
 @dataclasses.dataclass(slots=True)
 class Serving:
-    """What the routes work on. `loaded` is None until the engine is ready, and `engine` raises."""
+    """What the routes work on. `loaded` is None until the engine is ready, and `engine` raises.
+    `pool` is for large bodies."""
 
     config: Config
     loaded: Engine | None = None
+    pool: Executor = dataclasses.field(default_factory=lambda: ThreadPoolExecutor(4, "large-body"))
 
     @property
     def engine(self) -> Engine:
@@ -69,12 +73,21 @@ async def read_body(request: Request) -> bytes:
     if not json_kind and (kind or request.url.path.startswith("/v1")):
         raise RequestError(f"Content-Type must be application/json, got {kind or 'none'}.")
     declared = request.headers.get("content-length", "")
-    _check_size(int(declared) if declared.isdecimal() else 0)
+    _check_size(int(declared[:19]) if declared.isdecimal() else 0)
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
         _check_size(len(body))
     return bytes(body)
+
+
+async def made_of_body(request: Request, make: Callable[[bytes], _T], pool: Executor) -> _T:
+    """What `make` makes of the body; of a large one in `pool`, so that others go on meanwhile."""
+    body = await read_body(request)
+    if len(body) <= LARGE_BODY:
+        return make(body)
+    work = asyncio.get_running_loop().run_in_executor(pool, make, body)
+    return await while_connected(request.receive, work)
 
 
 def _check_size(size: int) -> None:

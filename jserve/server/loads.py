@@ -47,11 +47,12 @@ class LoadRoutes:
             prefix = self._serving.config.server.metrics_prefix
             return Response(_exposition(prefix, loads), media_type=CONTENT_TYPE)
         execution = self._serving.config.execution
+        replicas = len(engine.ranks) if num_replicas(execution) > 1 else 1
         envelope = {
             "timestamp": datetime.datetime.now(datetime.UTC).isoformat(),
             "version": __version__,
             "accelerator": engine.server_info.get("device", "unknown"),
-            "num_accelerators": execution.tp_size * execution.ep_size * num_replicas(execution),
+            "num_accelerators": execution.tp_size * execution.ep_size * replicas,
             "loads": loads,
         }
         return json_response(envelope)

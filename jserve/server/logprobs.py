@@ -10,7 +10,7 @@ from typing import Any
 
 from jserve.errors import RequestError
 from jserve.tokenizer.tokenizer import Tokenizer
-from jserve.types import MAX_TOP_LOGPROBS, Output, TokenLogprobs
+from jserve.types import MAX_TOP_LOGPROBS, LogprobParams, Output, TokenLogprobs
 
 _MIN_LOGPROB = -9999.0  # stands for −inf, which JSON lacks
 
@@ -19,6 +19,14 @@ def check_top(name: str, value: int) -> None:
     """Raise RequestError when field `name` asks for a number of candidates we cannot give."""
     if not 0 <= value <= MAX_TOP_LOGPROBS:
         raise RequestError(f"{name} must be in [0, {MAX_TOP_LOGPROBS}], got {value}.", name)
+
+
+def chat_params(logprobs: bool, top_num: int) -> LogprobParams:
+    """What a chat's two fields ask for, of which one is set. Raises RequestError."""
+    if not logprobs:
+        raise RequestError("top_logprobs needs logprobs: true.", "top_logprobs")
+    check_top("top_logprobs", top_num)
+    return LogprobParams(top_num=top_num)
 
 
 def chat_logprobs(tokenizer: Tokenizer, logprobs: TokenLogprobs, start: int) -> dict[str, Any]:

@@ -4,8 +4,10 @@ that name the field and, where there are few, what it may be.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -14,14 +16,15 @@ import msgspec.inspect
 from jserve.errors import RequestError
 from jserve.types.wording import lone_surrogate, nearest_name, plain_types
 
+_NEAR = 256  # bytes between the name of a field and its number, at most
+
 
 def json_error(raw: bytes, error: Exception) -> RequestError:
     """`error` is what reading `raw` raised."""
     if isinstance(error, RecursionError):
         return RequestError("The body is nested too deeply.")
-    number = re.search(rb'"([^"\\]{1,64})"\s*:\s*[-[\s]*(NaN|Infinity)', raw)
-    if number:
-        name, value = (group.decode(errors="replace") for group in number.groups())
+    if number := _no_number(raw, error):
+        name, value = number
         return RequestError(f"{name} must be a finite number, got {value}.", name)
     if re.search(rb"\\u[dD][89a-fA-F]", raw) and (path := _lone_surrogate(raw)) is not None:
         rule = "must not hold lone surrogates: they are no characters."
@@ -73,21 +76,40 @@ def _accepted(kind: msgspec.inspect.Type, path: str) -> list[str]:
     return []
 
 
+def _no_number(raw: bytes, error: Exception) -> tuple[str, str] | None:
+    """The field that has NaN or Infinity where reading ended, and which of them."""
+    place = re.search(r"\(byte (\d+)\)", str(error))
+    end = 0 if place is None else int(place[1])
+    value = re.match(rb"NaN|Infinity", raw[end : end + 8])
+    # NOTE: a body may be long and made to fail, so no regex looks at the whole of it.
+    name = re.search(rb'"([^"\\]{1,64})"\s*:[-[\s]*\Z', raw[max(0, end - _NEAR) : end])
+    return name and value and (name[1].decode(errors="replace"), value[0].decode())
+
+
 def _lone_surrogate(raw: bytes) -> str | None:
     """The path of the first text with one; "": of a name."""
     try:
-        stack: list[tuple[str, Any]] = [("", json.loads(raw))]
+        place = _place_of_surrogate(json.loads(raw))
     except (RecursionError, ValueError):
         return None
-    while stack:
-        path, value = stack.pop()
-        match value:
-            case str() if lone_surrogate(value):
-                return path
-            case list():
-                stack += [(f"{path}[{i}]", one) for i, one in reversed([*enumerate(value)])]
-            case dict():
-                if any(map(lone_surrogate, value)):
-                    return path
-                stack += [(_join(path, name), value[name]) for name in reversed(value)]
+    if place is None:
+        return None
+    return functools.reduce(_join, (f"[{one}]" if type(one) is int else str(one) for one in place))
+
+
+def _place_of_surrogate(value: Any) -> list[str | int] | None:
+    """The names and indexes that lead to it; [""]: it is here."""
+    items: Iterable[tuple[str | int, Any]] = ()
+    match value:
+        case str() if lone_surrogate(value):
+            return [""]
+        case list():
+            items = enumerate(value)
+        case dict():
+            if any(map(lone_surrogate, value)):
+                return [""]
+            items = value.items()
+    for key, one in items:
+        if (rest := _place_of_surrogate(one)) is not None:
+            return [key, *rest]
     return None

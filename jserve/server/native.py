@@ -1,14 +1,13 @@
-"""SGLang's native routes: /generate, health, facts, cache and abort control, tokenization.
+"""SGLang's native routes: /generate, facts, cache and abort control.
 
 Refuses to know transport (exchange.py) and field checks (protocol.py).
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+import functools
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any, ClassVar
 
 import msgspec
@@ -20,20 +19,24 @@ from jserve import __version__
 from jserve.engine.engine import render_output
 from jserve.engine.flush import flush_when_idle
 from jserve.engine.requests import expand
-from jserve.errors import JserveError, QueueFullError, RequestError, TimedOutError
+from jserve.errors import RequestError
 from jserve.metrics import CONTENT_TYPE
-from jserve.server import openai, unsupported
-from jserve.server.chat import prompt_ids
-from jserve.server.exchange import Serving, origin, read_body, stream_response, while_connected
-from jserve.server.ids import check_ids
-from jserve.server.models import context_length
+from jserve.server import unsupported
+from jserve.server.exchange import (
+    Serving,
+    made_of_body,
+    origin,
+    read_body,
+    stream_response,
+    while_connected,
+)
 from jserve.server.outputs import finished
 from jserve.server.protocol import Body, Int, decode
 from jserve.server.replies import json_response, sse
-from jserve.types import GenerateRequest, Output, SamplingParams
+from jserve.server.sequences import check_count, num_sequences
+from jserve.types import GenerateRequest, Output
 
-_HEALTH_TIMEOUT = 20.0  # seconds
-_MAX_SEQUENCES = 4096  # of one /generate body, prompts times n
+_MAX_NOTHING = 16  # bytes of a body that says nothing
 
 
 class GenerateBody(Body):
@@ -70,22 +73,6 @@ class AbortBody(Body):
     abort_all: bool = False
 
 
-class TokenizeBody(Body):
-    model: str = "default"
-    prompt: str | list[str] | None = None
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True  # messages end with the beginning of an answer
-    continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-
-
-class DetokenizeBody(Body):
-    tokens: list[Int | list[Int]]
-    model: str = "default"
-    skip_special_tokens: bool = True
-
-
 class NativeRoutes:
     """Handlers outside /v1, and the few that answer there too."""
 
@@ -93,16 +80,9 @@ class NativeRoutes:
         self._serving = serving
 
     async def generate(self, request: Request) -> Response:
-        id_to_text, begun = self._serving.engine.tokenizer.id_to_text, origin(request)
-        body = decode(await read_body(request), GenerateBody)
-        begun["traceparent"] = body.external_trace_header.get("traceparent", begun["traceparent"])
-        requests, listed = _requests(body)
-        requests = [msgspec.structs.replace(one, **begun) for one in requests]
-        wanted = sum(one.sampling.n for one in requests)
-        if wanted > _MAX_SEQUENCES:
-            field = "n" if len(requests) == 1 else "text"
-            rule = f"at most {_MAX_SEQUENCES} sequences may be asked for at once, got {wanted}."
-            raise RequestError(f"{field}: {rule}", field)
+        id_to_text = self._serving.engine.tokenizer.id_to_text
+        asked = functools.partial(_asked, origin(request))
+        body, requests, listed = await made_of_body(request, asked, self._serving.pool)
         sequences = [one for one in requests for _ in range(one.sampling.n)]
 
         def render(output: Output) -> dict[str, Any]:
@@ -124,41 +104,6 @@ class NativeRoutes:
 
     async def root(self, request: Request) -> Response:
         return PlainTextResponse("jserve is running.")
-
-    async def health(self, request: Request) -> Response:
-        """200 once the engine serves and as long as it lives."""
-        return Response(status_code=200 if self._healthy() else 503)
-
-    async def health_generate(self, request: Request) -> Response:
-        """200 when a request of one token comes back in time. In a pause it would wait for the end
-        of that; then an answer of the engine is enough.
-        """
-        if not self._healthy():
-            return Response(status_code=503)
-        probe = GenerateRequest(
-            sampling=SamplingParams(max_new_tokens=1, temperature=0.0),
-            input_ids=[0],
-            rid=f"HEALTH_CHECK_{uuid.uuid4().hex}",
-            log_metrics=False,
-            no_logs=True,
-        )
-
-        async def answered() -> None:
-            state = await self._serving.engine.control("server_info")
-            if not state.payload.get("paused"):
-                await finished(self._serving.outputs([probe]))
-
-        work = asyncio.wait_for(answered(), _HEALTH_TIMEOUT)
-        try:
-            await while_connected(request.receive, work)
-        except (QueueFullError, TimedOutError):
-            return Response(status_code=200)  # busy, so alive
-        except (JserveError, TimeoutError):
-            return Response(status_code=503)
-        return Response(status_code=200)
-
-    def _healthy(self) -> bool:
-        return self._serving.loaded is not None and self._serving.loaded.healthy
 
     async def model_info(self, request: Request) -> Response:
         options, model = self._serving.config.model, self._serving.engine.model_config
@@ -188,19 +133,20 @@ class NativeRoutes:
         del flags["api_key"]
         own = reply.payload.get("internal_states")  # of each data-parallel rank
         states = own or [{**engine.gauges, **reply.payload}]
-        info = {**flags, **engine.server_info, "version": __version__, "internal_states": states}
-        return json_response(info)
+        facts = engine.server_info  # those that change, and of ranks that are left, as of now
+        facts = facts | {name: reply.payload[name] for name in facts if name in reply.payload}
+        return json_response({**flags, **facts, "version": __version__, "internal_states": states})
 
     async def flush_cache(self, request: Request) -> Response:
         """200 when flushed, 400 when the engine is busy for longer than `timeout` seconds."""
-        if (await request.body()).strip() not in (b"", b"{}"):
-            raise RequestError("/flush_cache takes no body; timeout goes into the query string.")
+        await _read_nothing(request)
         text = request.query_params.get("timeout", "0")
         try:
             timeout = float(text)
         except ValueError:
             raise RequestError(f"timeout must be seconds, got {text!r}.", "timeout") from None
-        reply = await flush_when_idle(self._serving.engine.control, timeout)
+        work = flush_when_idle(self._serving.engine.control, timeout)
+        reply = await while_connected(request.receive, work)
         if reply.ok:
             return PlainTextResponse("Cache flushed.\n")
         why = reply.message or "requests are running or waiting."
@@ -214,67 +160,31 @@ class NativeRoutes:
         engine.abort(body.rid, body.abort_all)
         return Response(status_code=200)
 
-    async def tokenize(self, request: Request) -> Response:
-        tokenizer = self._serving.engine.tokenizer
-        raw = await read_body(request)
-        body = decode(raw, TokenizeBody)
-        openai.check_model(self._serving, body.model)
-        if (body.prompt is None) == (not body.messages):
-            raise RequestError("exactly one of prompt and messages is required.", "prompt")
-        if body.prompt is None:
-            options = (body.continue_final_message, body.chat_template_kwargs, len(raw))
-            begin = body.add_generation_prompt
-            tokens = await prompt_ids(tokenizer, body.messages, *options, begin)
-        elif isinstance(body.prompt, str):
-            tokens = await asyncio.to_thread(tokenizer.encode, body.prompt, body.add_special_tokens)
-        else:
-            texts = body.prompt
-            lists = await asyncio.to_thread(
-                lambda: [tokenizer.encode(text, body.add_special_tokens) for text in texts]
-            )
-            count = [len(ids) for ids in lists]
-            return self._tokenized(lists, count)
-        return self._tokenized(tokens, len(tokens))
-
-    def _tokenized(self, tokens: list[Any], count: int | list[int]) -> Response:
-        limit = context_length(self._serving)
-        return json_response({"tokens": tokens, "count": count, "max_model_len": limit})
-
-    async def detokenize(self, request: Request) -> Response:
-        engine = self._serving.engine
-        body = decode(await read_body(request), DetokenizeBody)
-        openai.check_model(self._serving, body.model)
-        vocab_size = engine.model_config.vocab_size
-
-        def text(name: str, ids: Sequence[Any]) -> str:
-            checked = check_ids(name, ids, vocab_size)
-            return engine.tokenizer.decode(checked, skip_special_tokens=body.skip_special_tokens)
-
-        if not any(isinstance(one, list) for one in body.tokens):
-            return json_response({"text": text("tokens", body.tokens)})
-        if not all(isinstance(one, list) for one in body.tokens):
-            raise RequestError("tokens must be ids or lists of ids, not both.", "tokens")
-        texts = [text(f"tokens[{i}]", one) for i, one in enumerate(body.tokens)]  # pyright: ignore[reportArgumentType]
-        return json_response({"text": texts})
-
     async def metrics(self, request: Request) -> Response:
         return Response(self._serving.engine.metrics.render(), media_type=CONTENT_TYPE)
 
 
+def _asked(
+    begun: Mapping[str, Any], raw: bytes
+) -> tuple[GenerateBody, list[GenerateRequest], bool]:
+    """The body, one GenerateRequest a prompt, and whether the answer is a list. Raises
+    RequestError. `begun`: exchange.origin's."""
+    body = decode(raw, GenerateBody)
+    trace = body.external_trace_header.get("traceparent", begun["traceparent"])
+    requests, listed = _requests(body)
+    begun = {**begun, "traceparent": trace}
+    return body, [msgspec.structs.replace(one, **begun) for one in requests], listed
+
+
 def _requests(body: GenerateBody) -> tuple[list[GenerateRequest], bool]:
-    """One GenerateRequest a prompt, and whether the answer is a list. Raises RequestError."""
     if (body.text is None) == (body.input_ids is None):
         raise RequestError("exactly one of text and input_ids is required.", "text")
     if [] in (body.text, body.input_ids):
         raise RequestError("text or input_ids must not be empty.", "text")
-    given = {
-        "logprob_start_len": body.logprob_start_len not in (None, -1),
-        "top_logprobs_num": any(_listed(body.top_logprobs_num)),
-        "token_ids_logprob": bool(body.token_ids_logprob),
-    }
-    for name, used in given.items():
-        if used and not any(_listed(body.return_logprob)):
-            raise RequestError(f"{name} needs return_logprob: true.", name)
+    name, prompts = ("input_ids", body.input_ids) if body.text is None else ("text", body.text)
+    batch = isinstance(prompts, list) and any(isinstance(one, str | list) for one in prompts)
+    num_prompts = len(prompts) if batch and prompts else 1
+    check_count(num_prompts, num_sequences(num_prompts, body.sampling_params), name)
     return expand(
         prompt=body.text,
         # The types below are told apart, and checked, in expand.
@@ -296,5 +206,13 @@ def _requests(body: GenerateBody) -> tuple[list[GenerateRequest], bool]:
     )
 
 
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
+async def _read_nothing(request: Request) -> None:
+    """Raises RequestError for a body that says something; a long one is not read."""
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > _MAX_NOTHING:
+            break
+    if len(body) > _MAX_NOTHING or body.strip() not in (b"", b"{}"):
+        rule = f"{request.url.path} takes no body; timeout goes into the query string."
+        raise RequestError(rule)

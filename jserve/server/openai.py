@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -18,12 +18,15 @@ from starlette.responses import Response
 from jserve.errors import NotFoundError, RequestError
 from jserve.server.answer import Shape, answer
 from jserve.server.bodies import OpenAIBody
-from jserve.server.exchange import Serving, stream_response
+from jserve.server.exchange import Serving, made_of_body, stream_response
 from jserve.server.ids import given_rids
 from jserve.server.replies import sse
 from jserve.server.syntax import answer_syntax
 from jserve.server.usage import StreamOptions, usage
 from jserve.types import GenerateRequest, LogprobParams, Output, SamplingParams
+
+#: A body, its requests, and how their choices are written.
+Asked = tuple[OpenAIBody, list[GenerateRequest], Shape]
 
 
 def check_model(serving: Serving, model: str) -> None:
@@ -99,10 +102,9 @@ def requests(
     ]
 
 
-async def respond(
-    request: Request, serving: Serving, body: OpenAIBody, asked: list[GenerateRequest], shape: Shape
-) -> Response:
-    """Answer with the choices of `asked`, as they come or all at once."""
+async def respond(request: Request, serving: Serving, read: Callable[[bytes], Asked]) -> Response:
+    """Answer with the choices of what `read` makes of the body, as they come or all at once."""
+    body, asked, shape = await made_of_body(request, read, serving.pool)
     head = {
         "id": asked[0].rid,
         "object": shape.chunk if body.stream else shape.full,

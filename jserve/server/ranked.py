@@ -8,6 +8,8 @@ which ranks there are (engine/placement.py) and what else a body holds.
 from __future__ import annotations
 
 import json
+import re
+from concurrent.futures import Executor
 from typing import Any
 
 from starlette.requests import Request
@@ -16,18 +18,19 @@ from starlette.types import Message, Receive
 
 from jserve.engine.requests import one_rank
 from jserve.errors import RequestError
-from jserve.server.exchange import read_body
+from jserve.server.exchange import made_of_body
 from jserve.server.query import Handler
 
 HEADER = "x-data-parallel-rank"
 _NAME, _OLD_NAME = "routed_dp_rank", "data_parallel_rank"
 
 
-def with_rank(handler: Handler) -> Handler:
-    """`handler`, for which exchange.origin finds the rank in the request's scope."""
+def with_rank(handler: Handler, pool: Executor) -> Handler:
+    """`handler`, for which exchange.origin finds the rank in the request's scope. `pool` is for
+    large bodies."""
 
     async def ranked(request: Request) -> Response:
-        rank, body = _taken_out(await read_body(request))
+        rank, body = await made_of_body(request, _taken_out, pool)
         named = request.headers.get(HEADER)
         scope = {**request.scope, _NAME: rank if named is None else _from_header(named)}
         return await handler(Request(scope, _replay(body, request.receive)))
@@ -36,7 +39,7 @@ def with_rank(handler: Handler) -> Handler:
 
 
 def _from_header(text: str) -> int:
-    if not text.strip().isdecimal():
+    if not re.fullmatch(r"\s*[0-9]{1,9}\s*", text):  # int() takes no more than 4300
         raise RequestError(f"{HEADER} must be the number of a rank, got {text!r}.", HEADER)
     return int(text)
 
@@ -59,8 +62,8 @@ def _taken_out(body: bytes) -> tuple[int | None, bytes]:
 
 
 def _check_type(name: str, value: Any) -> None:
-    if value is not None and type(value) is not int:
-        raise RequestError(f"{name} must be an integer, got {json.dumps(value)}.", name)
+    if value is not None and not (type(value) is int and abs(value) < 2**31):
+        raise RequestError(f"{name} must be an integer of 32 bits, got {json.dumps(value)}.", name)
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -6,11 +6,8 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jinja2
-
-from jserve.errors import RequestError
 from jserve.tokenizer.continuation import cut_at_mark, mark_last
-from jserve.tokenizer.template_dialect import compile_template
+from jserve.tokenizer.template_dialect import compile_template, refusal
 
 
 class ChatTemplate:
@@ -35,7 +32,6 @@ class ChatTemplate:
         own = {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
             text = self._template.render({**self._variables, **variables, **own})
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            message = f"messages: the chat template refuses them: {error}"
-            raise RequestError(message, "messages") from None
+        except Exception as error:  # a template is code of others, and may raise anything
+            raise refusal(error) from None
         return cut_at_mark(text) if continue_final_message else text

@@ -8,13 +8,13 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 
-from jserve.tokenizer.stop_regex import text_filter
+from jserve.tokenizer.hidden_specials import stops_of
 from jserve.tokenizer.tokenizer import Tokenizer
 from jserve.types import SamplingParams
 
 
 class Detokenizer:
-    """The text of one sequence. What `push` and `finish` return, joined, is `text`.
+    """The text of one sequence: what `push` and `finish` return, joined.
 
     Without a stop it equals the decoding of all ids as the continuation of a prompt (a leading
     blank stays).
@@ -25,23 +25,16 @@ class Detokenizer:
         self._skip_special = sampling.skip_special_tokens
         self._trim = not sampling.no_stop_trim
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._filter = text_filter(sampling) if sampling.stop or sampling.stop_regex else None
+        self._filter = stops_of(sampling) if sampling.stop or sampling.stop_regex else None
         eos_token_ids = () if sampling.ignore_eos else tokenizer.eos_token_ids
         self._ends = frozenset((*eos_token_ids, *sampling.stop_token_ids))
         self._last: list[int] = []  # a last token that ends the text if the engine says so
-        self._shown: list[str] = []
         self._num_tokens = 0
 
     @property
     def stopped(self) -> str | None:
         """The stop string found, or the pattern of the stop regex; nothing is returned after it."""
         return None if self._filter is None else self._filter.stopped
-
-    @property
-    def text(self) -> str:
-        """All that was returned so far."""
-        self._shown = ["".join(self._shown)]
-        return self._shown[0]
 
     @property
     def num_tokens_used(self) -> int:
@@ -54,33 +47,31 @@ class Detokenizer:
             return ""
         ready = [*self._last, *token_ids]
         self._last = [ready.pop()] if ready[-1] in self._ends else []
-        new = self._decode(ready)
-        self._shown.append(new)
-        return new
+        return self._decode(ready)
 
     def finish(self, stop_token: bool) -> str:
         """The rest of the text. `stop_token`: the last token ended the generation, and is trimmed
-        like a stop string.
+        like a stop string, which it may complete.
         """
         new = ""
-        if self.stopped is None and not (stop_token and self._trim):
+        if self.stopped is None:
             last, self._last = self._last, []
-            new = self._decode(last)
+            new = self._decode(last, hide=stop_token and self._trim)
         if self.stopped is None:
             rest = self._decoder.decode(b"", final=True)
             new += rest if self._filter is None else self._filter.finish(rest)
-        self._shown.append(new)
         return new
 
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        pieces = self._tokenizer.pieces(token_ids, self._skip_special)
+    def _decode(self, ids: Sequence[int], hide: bool = False) -> str:
+        pieces = [b""] * len(ids) if hide else self._tokenizer.pieces(ids, self._skip_special)
         if self._filter is None:
             self._num_tokens += len(pieces)
             return self._decoder.decode(b"".join(pieces))
         new = []
-        for piece in pieces:  # one by one: it counts which token completes a stop
+        for token, piece in zip(ids, pieces, strict=True):  # which one completes a stop?
             self._num_tokens += 1
-            new.append(self._filter.feed(self._decoder.decode(piece)))
+            hidden = "" if piece else self._tokenizer.id_to_text(token)
+            new.append(self._filter.feed(self._decoder.decode(piece), hidden))
             if self.stopped is not None:
                 break
         return "".join(new)

@@ -16,6 +16,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from jserve.errors import ConfigError
+from jserve.models.hf_config import eos_token_ids
 from jserve.tokenizer.gguf_vocab import build_pipeline
 from jserve.tokenizer.template_dialect import read_template
 from jserve.tokenizer.token_bytes import byte_alphabet
@@ -24,6 +25,7 @@ from jserve.weights.checkpoint import Checkpoint, resolve_path
 from jserve.weights.gguf import read_metadata
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+_END_OF_MESSAGE = "<|eom_id|>"  # how Llama 3 ends a call of a tool
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _PLAIN_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -33,14 +35,20 @@ _PLAIN_TEMPLATE = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenizerSource:
-    """What a Tokenizer is made of."""
+    """What a Tokenizer is made of. A text is encoded whole, and nothing is put behind it: what a
+    tokenizer.json says of cutting and padding is about batches for training.
+    """
 
     pipeline: tokenizers.Tokenizer
-    eos_token_ids: tuple[int, ...] = ()  # any of them ends a generation
+    eos_token_ids: tuple[int, ...] = ()  # any of them ends a generation: see vocabulary.with_ends
     #: Texts of bos_token, eos_token … as chat templates name them; only those that exist.
     special: Mapping[str, str] = dataclasses.field(default_factory=dict)
     #: Chat templates by name; "tool_use" is for requests with tools, "default" for all.
     templates: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.pipeline.no_truncation()
+        self.pipeline.no_padding()
 
     def save(self, folder: Path) -> None:
         """Write the Hugging Face files in which find_source finds this tokenizer again."""
@@ -107,12 +115,8 @@ def byte_source(
 
 def _config_eos(checkpoint: Checkpoint) -> set[int]:
     """Every id that the checkpoint's config files call the end."""
-    ids: set[int] = set()
-    text_config = checkpoint.hf_config.get("text_config", {})
-    for source in (checkpoint.hf_config, text_config, checkpoint.generation_config):
-        value = source.get("eos_token_id")
-        ids.update(value if isinstance(value, list) else () if value is None else (value,))
-    return ids
+    config = checkpoint.hf_config
+    return {*eos_token_ids(config, config.get("text_config") or {}, checkpoint.generation_config)}
 
 
 def _from_gguf(
@@ -148,7 +152,7 @@ def _from_hf(folder: Path, eos: set[int], templates: Mapping[str, str]) -> Token
         raise ConfigError(f"{folder}: the tokenizer cannot be loaded: {error!r}") from None
     named = {name: loaded.special_tokens_map.get(name) for name in _SPECIAL_NAMES}
     own = loaded.chat_template or {}
-    ends = eos if loaded.eos_token_id is None else {*eos, loaded.eos_token_id}
+    ends = {*eos, loaded.eos_token_id, pipeline.token_to_id(_END_OF_MESSAGE)} - {None}
     return TokenizerSource(
         pipeline,
         eos_token_ids=tuple(ends),

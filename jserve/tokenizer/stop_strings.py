@@ -47,7 +47,7 @@ class StopMatcher:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(dict.fromkeys(stops))
-        self._failures = tuple(_failures(stop) for stop in self._stops)
+        self._failures: tuple[list[int], ...] = tuple([] for _ in self._stops)
         self._matched = [0] * len(self._stops)
         self._first = frozenset(stop[0] for stop in self._stops)
         self.num_matched = 0  # characters at the end of the text that may begin a stop string
@@ -66,6 +66,8 @@ class StopMatcher:
                 while length and stop[length] != letter:
                     length = failures[length - 1]
                 length += stop[length] == letter
+                if length > len(failures):
+                    failures.append(_next_failure(stop, failures))
                 if length == len(stop):
                     complete, length = max(complete, stop, key=len), failures[length - 1]
                 matched[index] = length
@@ -75,12 +77,13 @@ class StopMatcher:
         return None
 
 
-def _failures(stop: str) -> list[int]:
-    """For each prefix, the length of its longest proper prefix that is also its suffix."""
-    table, length = [0] * len(stop), 0
-    for index in range(1, len(stop)):
-        while length and stop[index] != stop[length]:
-            length = table[length - 1]
-        length += stop[index] == stop[length]
-        table[index] = length
-    return table
+def _next_failure(stop: str, failures: Sequence[int]) -> int:
+    """`failures`: for each prefix so far, the length of its longest proper prefix that is also its
+    suffix. That of the prefix which is one longer; only those are worked out that a text begins.
+    """
+    if not failures:
+        return 0
+    index, length = len(failures), failures[-1]
+    while length and stop[index] != stop[length]:
+        length = failures[length - 1]
+    return length + (stop[index] == stop[length])

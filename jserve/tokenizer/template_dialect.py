@@ -17,7 +17,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from jserve.errors import ConfigError
+from jserve.errors import ConfigError, RequestError
 
 
 def compile_template(source: str) -> jinja2.Template:
@@ -48,6 +48,12 @@ def read_template(option: str) -> str:
         raise ConfigError(
             f"--chat-template {option}: {error.strerror}, and it is no Jinja text"
         ) from None
+
+
+def refusal(error: Exception) -> RequestError:
+    """What the caller hears of what a template raised: whatever it is, these messages led to it."""
+    why = str(error) or type(error).__name__
+    return RequestError(f"messages: the chat template refuses them: {why}", "messages")
 
 
 class _GenerationTag(jinja2.ext.Extension):

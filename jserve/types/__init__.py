@@ -26,11 +26,15 @@ from jserve.types.messages import (
     Submit,
     Times,
     ToEngine,
+    Transcript,
 )
 from jserve.types.model import KVShape, ModelConfig, RopeConfig
 from jserve.types.moe import MoEConfig
 from jserve.types.sampling import (
+    MAX_EOS_TOKEN_IDS,
     MAX_LOGIT_BIAS,
+    MAX_OWN_STOP_TOKEN_IDS,
+    MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     TOP_K_ALL,
@@ -38,8 +42,11 @@ from jserve.types.sampling import (
 )
 
 __all__ = [
+    "MAX_EOS_TOKEN_IDS",
     "MAX_LOGIT_BIAS",
     "MAX_LOGPROB_IDS",
+    "MAX_OWN_STOP_TOKEN_IDS",
+    "MAX_STOP_CHARACTERS",
     "MAX_STOP_STRINGS",
     "MAX_STOP_TOKEN_IDS",
     "MAX_TOP_LOGPROBS",
@@ -70,4 +77,5 @@ __all__ = [
     "Times",
     "ToEngine",
     "TokenLogprobs",
+    "Transcript",
 ]

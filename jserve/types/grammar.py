@@ -12,7 +12,7 @@ class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
-class CompiledSpec(msgspec.Struct, frozen=True, kw_only=True):
+class CompiledSpec(msgspec.Struct, frozen=True, kw_only=True, weakref=True):
     """A spec that was compiled; `payload` is what the backend made of it, for its own `load`."""
 
     spec: GrammarSpec

@@ -18,6 +18,12 @@ class LogprobParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     top_num: int = 0
     token_ids: tuple[int, ...] = ()
 
+    def meant(self, max_new_tokens: int | None) -> LogprobParams:
+        """Where no output is asked for, those of the prompt are meant."""
+        if max_new_tokens == 0 and self.start_len < 0:
+            return msgspec.structs.replace(self, start_len=0)
+        return self
+
     def verify(self, prompt_length: int, vocab_size: int) -> None:
         """Raise RequestError naming the first field, as the API calls it, that is out of range."""
         ids = self.token_ids
@@ -60,3 +66,14 @@ class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         """Keep the first `length` positions."""
         for column in (self.token_ids, self.values, self.top, self.ids):
             del column[length:]
+
+    def first(self, length: int) -> TokenLogprobs:
+        """Of at most the first `length` positions; itself if it has no more."""
+        if len(self.token_ids) <= length:
+            return self
+        return TokenLogprobs(
+            token_ids=self.token_ids[:length],
+            values=self.values[:length],
+            top=self.top[:length],
+            ids=self.ids[:length],
+        )

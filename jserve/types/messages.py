@@ -5,6 +5,7 @@ Pure data. Messages are msgspec structs so that ipc.py can encode them as they a
 
 from __future__ import annotations
 
+import io
 from typing import Annotated
 
 import msgspec
@@ -31,7 +32,6 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
     created: float = 0.0  # time.time() in the API process
     sent: float = 0.0  # … when its prompt was ready
     waited: float = 0.0  # seconds, for its grammar
-    claimed: bool = False  # its rid is its own already, see engine/claims.py
     turn: int = 0  # tells uses of one rid apart; its Deltas carry it
     grammar: CompiledSpec | None = None  # what its tokens must follow
     thinking: Thinking | None = None  # … behind this
@@ -55,8 +55,8 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=T
 class Control(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
     """API process → engine: a question answered once by ControlReply with the same id.
 
-    `op`: "flush_cache" | "server_info" | "shutdown" | "pause_generation" (mode) |
-    "continue_generation".
+    `op`: "flush_cache" | "may_flush" (would that be refused?) | "server_info" | "shutdown" |
+    "pause_generation" (mode) | "continue_generation".
     """
 
     id: str
@@ -183,20 +183,42 @@ class Times(msgspec.Struct, kw_only=True):
     dp_rank: int | None = None  # that served it, where there are several
 
 
+class Transcript(msgspec.Struct, kw_only=True):
+    """What one sequence has said. It only grows at its end, so an Output is a beginning of it."""
+
+    ids: list[int]
+    text: io.StringIO
+    logprobs: TokenLogprobs | None = None  # of `ids`
+    input_logprobs: TokenLogprobs | None = None
+
+    def score(self, delta: Delta) -> None:
+        """Add the log-probabilities that came with its ids."""
+        self.input_logprobs = delta.input_logprobs or self.input_logprobs
+        if delta.logprobs is not None:
+            self.logprobs = self.logprobs or TokenLogprobs(token_ids=[], values=[])
+            self.logprobs.extend(delta.logprobs)
+
+    def cut(self, length: int) -> None:
+        """Keep the first `length` ids: none of an Output may be among the others."""
+        del self.ids[length:]
+        if self.logprobs is not None:
+            self.logprobs.cut(length)
+
+
 class Output(msgspec.Struct, kw_only=True):
     """engine.py → a front: what one sequence is worth so far. `index` tells the n sequences of one
     request apart.
 
     `delta` and `new_ids` are the gain since the previous Output of the same index; `text`,
-    `output_ids` and the logprob lists are cumulative. `times` is the sequence's own record: what it
-    says changes until the finish.
+    `output_ids` and the logprob lists are cumulative, and made when they are read: that takes as
+    long as they are. `times` is the sequence's own record: what it says changes until the finish.
     """
 
     index: int
     rid: str
-    text: str
+    transcript: Transcript
+    text_len: int  # characters
     delta: str
-    output_ids: list[int]
     new_ids: list[int]
     finish: FinishReason | None
     prompt_tokens: int
@@ -205,6 +227,22 @@ class Output(msgspec.Struct, kw_only=True):
     num_retractions: int = 0
     reasoning_tokens: int = 0
     times: Times = msgspec.field(default_factory=Times)
-    output_logprobs: TokenLogprobs | None = None  # cumulative
-    input_logprobs: TokenLogprobs | None = None
     prompt_ids: list[int] = []
+
+    @property
+    def text(self) -> str:
+        return self.transcript.text.getvalue()[: self.text_len]
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.transcript.ids[: self.completion_tokens]
+
+    @property
+    def output_logprobs(self) -> TokenLogprobs | None:
+        """The transcript's own until more is said."""
+        logprobs = self.transcript.logprobs
+        return None if logprobs is None else logprobs.first(self.completion_tokens)
+
+    @property
+    def input_logprobs(self) -> TokenLogprobs | None:
+        return self.transcript.input_logprobs

@@ -5,10 +5,13 @@ from __future__ import annotations
 import msgspec
 
 # Static caps of per-request lists that live in device state; beyond them the answer is 400, never a
-# compile. MAX_STOP_TOKEN_IDS counts the model's own EOS ids.
+# compile. MAX_STOP_TOKEN_IDS counts the model's own EOS ids, at most MAX_EOS_TOKEN_IDS.
 MAX_LOGIT_BIAS = 300
 MAX_STOP_TOKEN_IDS = 64
+MAX_EOS_TOKEN_IDS = 8
+MAX_OWN_STOP_TOKEN_IDS = MAX_STOP_TOKEN_IDS - MAX_EOS_TOKEN_IDS  # a request's
 MAX_STOP_STRINGS = 32
+MAX_STOP_CHARACTERS = 4096  # of each string
 TOP_K_ALL = 1 << 30
 
 

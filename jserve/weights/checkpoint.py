@@ -99,7 +99,7 @@ class Checkpoint:
         if self.kind == "gguf":
             return gguf.GGUFSource(gguf.read_header(self.path))
         assert self.kind == "safetensors", f"{self.kind=} has no files of tensors"
-        source = hf.SafetensorsSource(hf.find_shards(self.path))
+        source = hf.open_shards(self.path)
         return mxfp4.MXFP4Source(source) if self.quantization == "mxfp4" else source
 
 

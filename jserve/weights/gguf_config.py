@@ -7,6 +7,7 @@ a rope scaling.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,6 +45,8 @@ def hf_config(header: GGUFHeader) -> dict[str, Any]:
             raise ConfigError(f"GGUF metadata lacks {name}.{key}")
         return value
 
+    if metadata.get(f"{name}.expert_count"):
+        raise ConfigError("experts are not read from GGUF: use the model's safetensors")
     hidden, num_heads = get("embedding_length"), get("attention.head_count")
     architecture, model_type = _ARCHITECTURES[name]
     head_dim = get("attention.key_length", get("rope.dimension_count", hidden // num_heads))
@@ -123,16 +126,17 @@ def _rope_scaling(header: GGUFHeader, theta: float, head_dim: int) -> dict[str, 
     kind = metadata.get(f"{prefix}type", "none")
     factor = metadata.get(f"{prefix}factor", metadata.get(f"{name}.rope.scale_linear", 1.0))
     if kind == "yarn":
-        optional = {
-            "attention_factor": "attn_factor",
-            "beta_fast": "yarn_beta_fast",
-            "beta_slow": "yarn_beta_slow",
-        }
+        optional = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
         extras = {
             ours: metadata[prefix + key]
             for ours, key in optional.items()
             if prefix + key in metadata
         }
+        attention = [prefix + key for key in ("attn_factor", "yarn_attn_factor")]
+        if any(key in metadata for key in attention):
+            # here they multiply what YaRN gives attention, in config.json they stand for it
+            grown = 1.0 + 0.1 * math.log(max(factor, 1.0))
+            extras["attention_factor"] = grown * math.prod(metadata.get(k, 1.0) for k in attention)
         original = metadata.get(
             f"{prefix}original_context_length", metadata[f"{name}.context_length"]
         )

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import struct
-from collections.abc import KeysView, Mapping, Sequence
+from collections.abc import Iterable, KeysView, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,9 @@ _DTYPES: Mapping[str, np.dtype] = {
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }
+_FLOATS = tuple(_DTYPES[name] for name in ("F64", "F32", "F16", "BF16"))
+_CONSOLIDATED = "consolidated"
+_NUMBERED = re.compile(r"model-\d+-of-\d+\.safetensors")
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
@@ -43,13 +47,24 @@ class _Tensor:
 
 
 class SafetensorsSource:
-    """TensorSource over safetensors files, in the order of the files and of the tensors in them."""
+    """TensorSource over safetensors files, in the order of the files and of the tensors in them.
 
-    def __init__(self, files: Sequence[Path]) -> None:
+    `weight_map` names the file of each tensor that an index lists: a copy in another file is none.
+    Raises WeightError for a tensor that is in two files and in no index.
+    """
+
+    def __init__(self, files: Sequence[Path], weight_map: Mapping[str, str] | None = None) -> None:
         self.files = tuple(files)
         self._tensors: dict[str, _Tensor] = {}
+        places = weight_map or {}
         for file in self.files:
-            self._tensors |= _read_header(file)
+            for name, tensor in _read_header(file).items():
+                if places.get(name, file.name) != file.name:
+                    continue
+                if name in self._tensors:
+                    other = self._tensors[name].file.name
+                    raise WeightError(f"{file}: tensor {name} is in {other} too; remove one")
+                self._tensors[name] = tensor
 
     def names(self) -> KeysView[str]:
         return self._tensors.keys()
@@ -64,9 +79,18 @@ class SafetensorsSource:
         return self._tensors[name].file
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor in its own dtype, mapped read-only: pages come in as they are copied and go
-        with the array.
+        """A tensor of floating-point numbers in its own dtype, mapped read-only: pages come in as
+        they are copied and go with the array. Raises WeightError for any other.
         """
+        if (dtype := self.dtype(name)) not in _FLOATS:
+            raise WeightError(
+                f"{self.file(name)}: tensor {name} is {dtype}, which needs scales; unless the "
+                "config's quantization_config says how, weights are float32, float16 or bfloat16"
+            )
+        return self.raw(name)
+
+    def raw(self, name: str) -> np.ndarray:
+        """As `read`, of any dtype."""
         tensor = self._tensors[name]
         if 0 in tensor.shape:
             return np.zeros(tensor.shape, tensor.dtype)
@@ -76,10 +100,11 @@ class SafetensorsSource:
 def find_shards(folder: Path) -> tuple[Path, ...]:
     """The safetensors files of a checkpoint folder, () when it holds none.
 
-    An index decides where there is one. Without it, `model*.safetensors` win over the rest, because
-    some folders hold the same weights twice (`consolidated.safetensors`).
+    An index decides where there is one. Some folders hold the same weights twice: of Mistral's own
+    `consolidated*` beside others nothing is taken, nor of variants (`model.fp16.safetensors`)
+    beside `model.safetensors` or its numbered shards.
     """
-    index = next(iter(sorted(folder.glob("*.safetensors.index.json"))), None)
+    index = _find_index(folder)
     if index is not None:
         weight_map = read_json(index).get("weight_map", {})
         files = tuple(folder / name for name in sorted(set(weight_map.values())))
@@ -87,9 +112,33 @@ def find_shards(folder: Path) -> tuple[Path, ...]:
             if not file.is_file():
                 raise WeightError(f"{file}: no such file, but {index.name} lists it")
         return files
-    return tuple(sorted(folder.glob("model*.safetensors"))) or tuple(
-        sorted(folder.glob("*.safetensors"))
-    )
+    found = _usual_first(folder.glob("*.safetensors"))
+    whole = [file for file in found if file.name == "model.safetensors"]
+    numbered = [file for file in found if _NUMBERED.fullmatch(file.name)]
+    return tuple(whole or numbered or found)
+
+
+def open_shards(folder: Path) -> SafetensorsSource:
+    """The tensors of what find_shards finds."""
+    index = _find_index(folder)
+    listed = None if index is None else read_json(index).get("weight_map", {})
+    return SafetensorsSource(find_shards(folder), listed)
+
+
+def _find_index(folder: Path) -> Path | None:
+    """The folder's index, but that of `consolidated*` only when there is nothing else."""
+    found = _usual_first(folder.glob("*.safetensors.index.json"))
+    first = next(iter(found), None)
+    if first is None or not first.name.startswith(_CONSOLIDATED):
+        return first
+    files = _usual_first(folder.glob("*.safetensors"))
+    return first if all(file.name.startswith(_CONSOLIDATED) for file in files) else None
+
+
+def _usual_first(paths: Iterable[Path]) -> list[Path]:
+    """transformers' own names first; without `consolidated*` where there is another."""
+    found = sorted(paths, key=lambda path: (not path.name.startswith("model."), path.name))
+    return [path for path in found if not path.name.startswith(_CONSOLIDATED)] or found
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from jserve.errors import WeightError
 from jserve.weights.assembly import Assembly, assembly_of
 from jserve.weights.checkpoint import Checkpoint, TensorSource
 from jserve.weights.dummy import random_params
+from jserve.weights.leftovers import check_left
 from jserve.weights.orbax import OrbaxSource
 from jserve.weights.spec import Piece, WeightSpec
 from sharding.rules import Rules
@@ -39,8 +40,8 @@ def load_params(
     the spec's.
 
     `dtype` holds for specs that leave theirs empty. `progress(done, total)` counts parameters.
-    Tensors that no spec asks for are ignored. Raises WeightError naming file and tensor: missing,
-    of the wrong shape, truncated.
+    Tensors that no spec asks for are ignored, but those without which the others are wrong. Raises
+    WeightError naming file and tensor: missing, of the wrong shape, truncated, in need of another.
     """
     if checkpoint.kind == "dummy":
         return random_params(specs, rules, seed, progress)
@@ -57,11 +58,12 @@ def stream_params(
     progress: Callable[[int, int], None],
 ) -> dict[str, jax.Array]:
     """The streaming half of load_params, over any source."""
+    asked = uses_of(specs, source)
     hosts = {index: _assembly(spec, dtype, rules) for index, spec in enumerate(specs)}
     missing = [sum(map(hosts[i].wants, spec.pieces)) for i, spec in enumerate(specs)]
     uses = {
         name: [(index, piece) for index, piece in users if hosts[index].wants(piece)]
-        for name, users in _uses(specs, source).items()
+        for name, users in asked.items()
     }
     wanted = {name: users for name, users in uses.items() if users}
     params: dict[str, jax.Array] = {}
@@ -82,9 +84,11 @@ def stream_params(
     return {spec.path: params[spec.path] for spec in specs}
 
 
-def _uses(specs: Sequence[WeightSpec], source: TensorSource) -> dict[str, list[tuple[int, Piece]]]:
-    """Tensor name → the (spec, piece) it fills. Checks names and shapes of all before anything is
-    read.
+def uses_of(
+    specs: Sequence[WeightSpec], source: TensorSource
+) -> dict[str, list[tuple[int, Piece]]]:
+    """Tensor name → the (spec, piece) it fills. Checks names and shapes of all, and what no spec
+    asks for, before anything is read; raises WeightError.
     """
     uses: dict[str, list[tuple[int, Piece]]] = {}
     names = source.names()
@@ -105,6 +109,8 @@ def _uses(specs: Sequence[WeightSpec], source: TensorSource) -> dict[str, list[t
                     f"{source.file(name)}: tensor {name} has shape {found}, "
                     f"the model needs {piece.shape}"
                 )
+    if left := [name for name in names if name not in uses]:
+        check_left(left, uses, source.file)
     return uses
 
 

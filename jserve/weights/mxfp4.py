@@ -58,10 +58,9 @@ class MXFP4Source:
 
     def read(self, name: str) -> np.ndarray:
         """A packed tensor is unpacked as it is read, few outputs at a time: a cache holds those."""
-        found = self._source.read(self._names[name])
         if name not in self._packed:
-            return found
-        scales = self._source.read(name + _SCALES)
+            return self._source.read(name)
+        found, scales = (self._source.raw(name + part) for part in (_BLOCKS, _SCALES))
         experts, inputs, outputs = self.shape(name)
         whole = np.empty((experts, inputs, outputs), ml_dtypes.bfloat16)
         for expert, start in itertools.product(range(experts), range(0, outputs, _OUTPUTS)):

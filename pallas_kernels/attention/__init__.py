@@ -17,11 +17,11 @@ import functools
 import jax
 
 from pallas_kernels.attention.batch import AttentionMeta, KVLayer, interleave_heads
-from pallas_kernels.attention.implementations import IMPLEMENTATIONS, ORDERS, uses_fused_layout
+from pallas_kernels.attention.implementations import IMPLEMENTATIONS, ORDERS
 from pallas_kernels.dispatch import dispatch
 from pallas_kernels.kv_write import write_pages
 
-__all__ = ["IMPLEMENTATIONS", "ORDERS", "AttentionMeta", "KVLayer", "attend", "uses_fused_layout"]
+__all__ = ["IMPLEMENTATIONS", "ORDERS", "AttentionMeta", "KVLayer", "attend"]
 
 
 def attend(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 
-import jax
-
 from pallas_kernels.attention import (
     jax_triton,
     mosaic_gpu,
@@ -31,13 +29,5 @@ IMPLEMENTATIONS = {
 ORDERS = {
     "cpu": ("xla",),
     "gpu": ("mosaic_gpu", "pallas_triton", "jax_triton", "xla"),
-    "tpu": ("mosaic_tpu", "xla"),
+    "tpu": ("mosaic_tpu",),
 }
-
-
-def uses_fused_layout(implementation: str | None, platform: str | None = None) -> bool:
-    """Whether the pool of this implementation (None: the platform's first) holds K and V in one
-    fused array.
-    """
-    name = implementation or ORDERS[platform or jax.default_backend()][0]
-    return name == "mosaic_tpu"

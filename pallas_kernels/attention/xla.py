@@ -1,5 +1,5 @@
-"""Attention as plain XLA loops over blocks of the context: what serves CPU, and the fallback of
-every other platform.
+"""Attention as plain XLA loops over blocks of the context: what serves CPU, and the fallback
+on GPU.
 
 Both loops run an online softmax over KV blocks gathered page by page, and their trip counts depend
 on the real rows' lengths, never on the width of the page table or of the bucket:

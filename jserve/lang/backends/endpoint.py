@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
@@ -11,7 +10,8 @@ import httpx
 
 from jserve.errors import RequestError
 from jserve.lang.backends.native import NativeBackend
-from jserve.lang.errors import BackendError
+from jserve.lang.backends.wire import JSON, encoded, server_url, told
+from jserve.lang.errors import BackendError, RefusedError
 from jserve.lang.named_templates import name_for_model, named_template
 from jserve.lang.roles import Messages, RoleTemplate
 
@@ -28,7 +28,7 @@ class RuntimeEndpoint(NativeBackend):
         chat_template_name: one of SGLang's templates by name. Without it the server's own, where it
             shows it (jserve does), else the one that the model's name suggests.
 
-    Raises BackendError when no server answers there.
+    Raises ExpressionError for what is no address, BackendError when no server answers there.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class RuntimeEndpoint(NativeBackend):
     ) -> None:
         if chat_template_name is not None:
             named_template(chat_template_name)  # a wrong name is told at once
-        self.base_url, self.api_key = base_url.rstrip("/"), api_key
+        self.base_url, self.api_key = server_url("base_url", base_url), api_key
         self._http = HttpTransport(self.base_url, api_key, verify, chat_template_name)
         super().__init__(self._http)
         try:
@@ -67,14 +67,15 @@ class HttpTransport:
             timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
         )
-        self._template_name = template_name
+        self._url, self._template_name = url, template_name
 
     async def generate(self, fields: Mapping[str, Any]) -> Any:
         return (await self.ask("POST", "/generate", dict(fields))).json()
 
     async def stream(self, fields: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        request = self._client.stream("POST", "/generate", json=dict(fields))
-        with _told("POST /generate"):
+        content = encoded(dict(fields))
+        request = self._client.stream("POST", "/generate", content=content, headers=JSON)
+        with told("POST /generate", self._url):
             async with request as reply:
                 if reply.is_error:
                     await reply.aread()
@@ -92,7 +93,7 @@ class HttpTransport:
         async def render(messages: Messages, opened: bool) -> str:
             try:
                 return await self._shown(messages=list(messages), add_generation_prompt=opened)
-            except _Refused as error:
+            except RefusedError as error:
                 raise RequestError(str(error), "messages") from error
 
         template = RoleTemplate(render)
@@ -108,7 +109,7 @@ class HttpTransport:
     async def special_prefix(self) -> str:
         try:
             return await self._shown(prompt="")
-        except _Refused:
+        except RefusedError:
             return ""  # a server that does not tell: named templates do not begin with it either
 
     async def encode(self, text: str) -> list[int]:
@@ -122,7 +123,7 @@ class HttpTransport:
         message = {"role": "user", "content": "?"}
         try:
             await self._shown(messages=[message], add_generation_prompt="?")
-        except _Refused:
+        except RefusedError:
             return True
         return False
 
@@ -141,7 +142,7 @@ class HttpTransport:
         return (await self.ask("GET", "/get_server_info")).json()
 
     async def flush_cache(self) -> bool:
-        with _told("POST /flush_cache"):
+        with told("POST /flush_cache", self._url):
             return (await self._client.post("/flush_cache")).is_success
 
     async def close(self) -> None:
@@ -149,15 +150,12 @@ class HttpTransport:
 
     async def ask(self, method: str, path: str, body: Any = None) -> httpx.Response:
         """One exchange. Raises BackendError."""
-        with _told(f"{method} {path}"):
-            reply = await self._client.request(method, path, json=body)
+        sent = {} if body is None else {"content": encoded(body), "headers": JSON}
+        with told(f"{method} {path}", self._url):
+            reply = await self._client.request(method, path, **sent)
         if reply.is_error:
             raise _refused(f"{method} {path}", reply)
         return reply
-
-
-class _Refused(BackendError):
-    """The server answered, with an error."""
 
 
 def _context(verify: bool | str | None) -> Any:
@@ -166,23 +164,14 @@ def _context(verify: bool | str | None) -> Any:
     return True if verify is None else verify
 
 
-@contextlib.contextmanager
-def _told(what: str) -> Any:
-    """Failures of the network as BackendErrors."""
-    try:
-        yield
-    except httpx.HTTPError as error:
-        raise BackendError(f"{what}: {str(error) or type(error).__name__}") from error
-
-
-def _refused(what: str, reply: httpx.Response) -> _Refused:
+def _refused(what: str, reply: httpx.Response) -> RefusedError:
     try:
         body = reply.json()
         error = body.get("error", body)
         message = error.get("message", error) if isinstance(error, dict) else error
     except (ValueError, AttributeError):
         message = reply.text
-    return _Refused(f"{what} → {reply.status_code}: {message}")
+    return RefusedError(f"{what} → {reply.status_code}: {message}")
 
 
 def _event(body: dict[str, Any]) -> dict[str, Any]:

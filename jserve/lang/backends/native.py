@@ -187,9 +187,9 @@ class NativeBackend:
         return self.loop.call(self._transport.server_info())
 
     def shutdown(self) -> None:
-        """Close the way to the engine, not the engine. Programs under way are cancelled."""
-        self.loop.call(self._transport.close())
-        self.loop.close()
+        """Close the way to the engine, not the engine. Programs under way are cancelled. Later
+        calls do nothing."""
+        self.loop.close(self._transport.close)
 
     async def _fields(self, text: str, sampling: Sampling) -> dict[str, Any]:
         params = {

@@ -23,8 +23,9 @@ from jserve.lang.backends.base import (
     check_greedy,
 )
 from jserve.lang.backends.fits import fit_of
+from jserve.lang.backends.wire import JSON, encoded, server_url, told
 from jserve.lang.choices import ChoicesDecision, ChoicesMethod
-from jserve.lang.errors import BackendError
+from jserve.lang.errors import BackendError, ExpressionError
 from jserve.lang.loop import LoopThread
 from jserve.lang.named_templates import named_template
 from jserve.lang.roles import RoleTemplate
@@ -52,6 +53,8 @@ class OpenAI:
             a completion model. A chat model's own is applied by the API.
         base_url, api_key: None: of the environment (OPENAI_BASE_URL, OPENAI_API_KEY).
         encode: the model's tokenizer, text → ids; `select` needs it.
+
+    Raises ExpressionError for what is no name or no address.
     """
 
     def __init__(
@@ -64,14 +67,18 @@ class OpenAI:
         api_key: str | None = None,
         encode: Callable[[str], Sequence[int]] | None = None,
     ) -> None:
+        if not isinstance(model_name, str):
+            raise ExpressionError(f"model_name must be a text, got {model_name!r}.")
         self.loop = LoopThread()
         self._model, self._encode = model_name, encode
         instruct = any(word in model_name for word in _COMPLETION_MODELS)
         self.is_chat_model = not instruct if is_chat_model is None else is_chat_model
         self._template = named_template(chat_template or "default")
         key = api_key or os.environ.get("OPENAI_API_KEY", "")
+        given = base_url or os.environ.get("OPENAI_BASE_URL", _URL)
+        self._url = server_url("base_url", given)
         self._client = httpx.AsyncClient(
-            base_url=base_url or os.environ.get("OPENAI_BASE_URL", _URL),
+            base_url=self._url,
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
@@ -161,8 +168,7 @@ class OpenAI:
         return {"model_path": self._model}
 
     def shutdown(self) -> None:
-        self.loop.call(self._client.aclose())
-        self.loop.close()
+        self.loop.close(self._client.aclose)
 
     def _request(self, prompt: Prompt, sampling: Sampling) -> tuple[str, dict[str, Any]]:
         for name, idle in _NOT_HERE.items():
@@ -187,14 +193,13 @@ class OpenAI:
         self, path: str, fields: Mapping[str, Any]
     ) -> AsyncGenerator[httpx.Response, None]:
         """Raises BackendError."""
-        try:
-            async with self._client.stream("POST", path, json=dict(fields)) as reply:
+        sent = {"content": encoded(dict(fields)), "headers": JSON}
+        with told(f"POST {path}", self._url):
+            async with self._client.stream("POST", path, **sent) as reply:
                 if reply.is_error:
                     text = (await reply.aread()).decode(errors="replace")
                     raise BackendError(f"POST {path} → {reply.status_code}: {text}")
                 yield reply
-        except httpx.HTTPError as error:
-            raise BackendError(f"POST {path}: {str(error) or type(error).__name__}") from error
 
 
 def _usage(body: Mapping[str, Any]) -> Usage:

@@ -48,7 +48,8 @@ class TestBackend:
 
     Args:
         answers: one Answer a name, or a list of them for successive calls; for `select` a choice,
-            the first one when the script says nothing. None is the name of what has none.
+            the first one when the script says nothing. None is the name of what has none. Of n
+            answers each takes its own: the next ones of a list, the same text n times.
         chat_template_name: how roles become text.
 
     An answer that the call would not allow (regex, json_schema, choices) is a BackendError, and

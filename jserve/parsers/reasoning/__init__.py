@@ -14,7 +14,7 @@ __all__ = ["FORMATS", "Format", "Splitter", "check_model_type", "split", "split_
 
 def check_model_type(model_type: str) -> None:
     """Raises RequestError for a type that is not there."""
-    if model_type.lower() not in FORMATS:
+    if not isinstance(model_type, str) or model_type.lower() not in FORMATS:
         known = ", ".join(FORMATS)
         raise RequestError(f"model_type must be one of {known}, got {model_type!r}.", "model_type")
 

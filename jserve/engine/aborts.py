@@ -1,0 +1,26 @@
+"""Aborts by callers, of what is sent and of what is not yet: EngineClient.submit ends that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from jserve.engine.client import EngineClient
+from jserve.engine.route import Route
+from jserve.types import Abort
+
+
+def abort(client: EngineClient, rid: str, abort_all: bool) -> None:
+    """End every request whose id starts with `rid`."""
+    mark(client, rid, abort_all)
+    client.send(Abort(rid=rid, exact=False, abort_all=abort_all))
+
+
+def mark(client: EngineClient, rid: str = "", abort_all: bool = True) -> None:
+    """As `abort`, but that the engine is not told: it is sent no more of those requests."""
+    for route in client.routes.copy().values():
+        if abort_all or route.rid.startswith(rid):
+            route.aborted = True
+
+
+def all_aborted(claims: Iterable[Route]) -> bool:
+    return all(route.aborted for route in claims)
