@@ -2,12 +2,16 @@
 
 CPU with 8 fake devices; one torch thread (two are slower than one on small machines); rank
 promotion raises; libtpu compiles for TPUs that are not there, in several processes at once.
+Behind it fixtures that several files use.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from typing import Any
+
+import pytest
 
 _DEFAULTS = {
     "JAX_PLATFORMS": "cpu",
@@ -28,3 +32,12 @@ for _name, _value in _DEFAULTS.items():
 _DEVICES = "--xla_force_host_platform_device_count"
 if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=8".strip()
+
+
+@pytest.fixture
+def sent(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What goes to the module's `engine` from here on."""
+    messages: list[Any] = []
+    send = engine._client.send
+    monkeypatch.setattr(engine._client, "send", lambda m: (messages.append(m), send(m)))
+    return messages

@@ -22,14 +22,6 @@ def engine() -> Iterator[Engine]:
         yield engine
 
 
-@pytest.fixture
-def sent(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    messages: list[Any] = []
-    send = engine._client.send
-    monkeypatch.setattr(engine._client, "send", lambda m: (messages.append(m), send(m)))
-    return messages
-
-
 async def collect(engine: Engine, batch: list[GenerateRequest]) -> list[Output]:
     """The last Output of each sequence, in order."""
     async with contextlib.aclosing(engine.generate_batch(batch)) as outputs:

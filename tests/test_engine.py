@@ -47,15 +47,6 @@ def engine() -> Iterator[Engine]:
         yield engine
 
 
-@pytest.fixture
-def sent(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What goes to the engine from here on."""
-    messages: list[Any] = []
-    send = engine._client.send
-    monkeypatch.setattr(engine._client, "send", lambda m: (messages.append(m), send(m)))
-    return messages
-
-
 def text_of(prompt: str, count: int) -> str:
     return bytes(continuation(list(prompt.encode()), count)).decode()
 

@@ -43,14 +43,6 @@ def engine() -> Iterator[Engine]:
         yield engine
 
 
-@pytest.fixture
-def sent(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    messages: list[Any] = []
-    send = engine._client.send
-    monkeypatch.setattr(engine._client, "send", lambda m: (messages.append(m), send(m)))
-    return messages
-
-
 def new_sequence(**fields: Any) -> Sequence:
     sampling = SamplingParams(max_new_tokens=40_000)
     submit = Submit(rid="r", prompt_ids=[1], sampling=sampling, stream=True, **fields)

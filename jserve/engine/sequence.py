@@ -47,7 +47,7 @@ class Sequence:
             said.score(delta)
         try:
             self.finish = self._decode(delta)
-        except Exception as error:
+        except Exception as error:  # whatever it is, it is this sequence's: `output` raises it
             self._error, self.finish = error, FinishReason(type="abort", message=str(error))
         self.stopped_early = self.finish is not None and delta.finish is None
         self._meter.timing.observe("output_detokenize_seconds", time.time() - started)

@@ -218,7 +218,7 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 def _removed_on_failure(folder: Path) -> Iterator[None]:
     try:
         yield
-    except BaseException:
+    except BaseException:  # an interruption too leaves nothing half written
         shutil.rmtree(folder, ignore_errors=True)
         raise
 
