@@ -20,8 +20,10 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.dispatch import dispatch
 
 _ORDERS = {"cpu": ("xla",), "gpu": ("pallas_triton", "xla"), "tpu": ("xla",)}
-# Of assignments that one program of the kernel looks through; behind it a sort is faster.
-_MOST_ORDERED = 4096
+_MOST_ORDERED = 4096  # assignments that one program looks through; of more, three kernels
+_MOST_COUNTED = 65536
+_BLOCK, _PART = 1024, 256  # assignments that one of their programs counts, and places
+_PIECE = 64  # at once
 # XLA: up to so many, ranks by comparing all with all are one kernel less than a scatter.
 _MOST_COMPARED = 2048
 _MOST_WIDE = 1024  # columns that one warp keeps in registers
@@ -136,8 +138,10 @@ def _top_k_kernel(x_ref: Any, values_ref: Any, ids_ref: Any, *, count: int) -> N
 
 def _sort_triton(ids: jax.Array, num_experts: int, *, interpret: bool) -> Sorted:
     total = ids.size
+    if total > _MOST_COUNTED:
+        raise NotImplementedError(f"{total} assignments: up to {_MOST_COUNTED} are served")
     if total > _MOST_ORDERED:
-        raise NotImplementedError(f"{total} assignments: up to {_MOST_ORDERED} are served")
+        return _count_triton(ids, num_experts, interpret=interpret)
     padded = max(16, pl.next_power_of_2(total))
     # Behind the assignments, those of no program at all.
     flat = jnp.pad(ids.reshape(-1), (0, padded - total), constant_values=num_experts + 1)
@@ -168,6 +172,99 @@ def _sort_kernel(
     tokens_ref[jnp.where(mine, place, padded)] = index // top_k
     places_ref[jnp.where(mine, index, padded)] = place
     sizes_ref[expert] = jnp.sum(mine.astype(jnp.int32))
+
+
+def _count_triton(ids: jax.Array, num_experts: int, *, interpret: bool) -> Sorted:
+    """As _sort_triton: each block counts its experts' assignments, each expert finds where its rows
+    of each block begin, and each part of a block places its own."""
+    total = ids.size
+    blocks = pl.next_power_of_2(pl.cdiv(total, _BLOCK))
+    # Behind the assignments, those of no program at all.
+    padding = (0, blocks * _BLOCK - total)
+    flat = jnp.pad(ids.reshape(-1), padding, constant_values=num_experts + 1)
+    width = pl.next_power_of_2(num_experts + 2)
+    counts = pl.pallas_call(
+        _count_kernel,
+        grid=(blocks,),
+        out_shape=jax.ShapeDtypeStruct((blocks, width), jnp.int32),
+        compiler_params=plgpu.CompilerParams(num_warps=8, num_stages=1),
+        interpret=interpret,
+        name="count_by_expert",
+    )(flat)
+    starts, sizes = pl.pallas_call(
+        _starts_kernel,
+        grid=(num_experts + 1,),
+        out_shape=(
+            jax.ShapeDtypeStruct((blocks, num_experts + 1), jnp.int32),
+            jax.ShapeDtypeStruct((num_experts + 1,), jnp.int32),
+        ),
+        compiler_params=plgpu.CompilerParams(num_warps=8, num_stages=1),
+        interpret=interpret,
+        name="starts_of_experts",
+    )(counts)
+    tokens, places = pl.pallas_call(
+        functools.partial(_place_kernel, top_k=ids.shape[1]),
+        grid=(pl.cdiv(total, _PART),),
+        out_shape=(
+            jax.ShapeDtypeStruct((total + 1,), jnp.int32),  # the last is written in vain
+            jax.ShapeDtypeStruct((total + 1,), jnp.int32),
+        ),
+        compiler_params=plgpu.CompilerParams(num_warps=8, num_stages=1),
+        interpret=interpret,
+        name="place_by_expert",
+    )(flat, starts)
+    return Sorted(tokens[:total], places[:total].reshape(ids.shape), sizes[:num_experts])
+
+
+def _count_kernel(ids_ref: Any, counts_ref: Any) -> None:
+    """One block: how many assignments each expert has there."""
+    block, width = pl.program_id(0), counts_ref.shape[1]
+    experts = jnp.arange(width)
+
+    def one_piece(i: jax.Array, counts: jax.Array) -> jax.Array:
+        ids = ids_ref[pl.ds(block * _BLOCK + i * _PIECE, _PIECE)]
+        return counts + jnp.sum((ids[:, None] == experts[None, :]).astype(jnp.int32), axis=0)
+
+    none = jnp.zeros(width, jnp.int32)
+    counts_ref[block, :] = jax.lax.fori_loop(0, _BLOCK // _PIECE, one_piece, none)
+
+
+def _starts_kernel(counts_ref: Any, starts_ref: Any, sizes_ref: Any) -> None:
+    """One expert: where its rows of each block begin, and how many it has."""
+    expert, (blocks, width) = pl.program_id(0), counts_ref.shape
+    at_once = min(blocks, 16)
+
+    def some_blocks(i: jax.Array, before: jax.Array) -> jax.Array:
+        return before + jnp.sum(counts_ref[pl.ds(i * at_once, at_once), :], axis=0)
+
+    sums = jax.lax.fori_loop(0, blocks // at_once, some_blocks, jnp.zeros(width, jnp.int32))
+    before = jnp.sum(jnp.where(jnp.arange(width) < expert, sums, 0))
+    own = counts_ref[:, expert]
+    starts_ref[:, expert] = before + jnp.cumsum(own) - own
+    sizes_ref[expert] = jnp.sum(own)
+
+
+def _place_kernel(
+    ids_ref: Any, starts_ref: Any, tokens_ref: Any, places_ref: Any, *, top_k: int
+) -> None:
+    """A part of a block: an assignment comes behind those of its expert that the block has before
+    it."""
+    first, total = pl.program_id(0) * _PART, tokens_ref.shape[0] - 1
+    block = first // _BLOCK
+    index, ids = first + jnp.arange(_PART), ids_ref[pl.ds(first, _PART)]
+
+    def one_piece(i: jax.Array, rank: jax.Array) -> jax.Array:
+        at = block * _BLOCK + i * _PIECE
+        before = (at + jnp.arange(_PIECE))[None, :] < index[:, None]
+        same = ids[:, None] == ids_ref[pl.ds(at, _PIECE)][None, :]
+        return rank + jnp.sum((same & before).astype(jnp.int32), axis=1)
+
+    pieces = (first - block * _BLOCK + _PART) // _PIECE
+    rank = jax.lax.fori_loop(0, pieces, one_piece, jnp.zeros(_PART, jnp.int32))
+    real = index < total
+    place = starts_ref[block, jnp.where(real, ids, 0)] + rank
+    tokens_ref[jnp.where(real, place, total)] = index // top_k
+    places_ref[jnp.where(real, index, total)] = place
 
 
 def _take_triton(x: jax.Array, rows: jax.Array, *, interpret: bool) -> jax.Array:

@@ -79,16 +79,15 @@ def check_routing(sizes: list[int], num_experts: int, count: int, kernel: str) -
             for name in (kernel, "xla")
         )
         pairs = list(zip(ours(logits), theirs(logits), strict=True))
-        if tokens * count <= 4096:
-            # Half of the experts are somebody else's.
-            held = num_experts // 2
-            ids = jnp.minimum(pairs[1][1], held)
-            both = [
-                jax.jit(functools.partial(sort_by_expert, num_experts=held, implementation=name))
-                for name in (kernel, "xla")
-            ]
-            pairs += list(zip(both[0](ids), both[1](ids), strict=True))
-        else:
+        # Half of the experts are somebody else's.
+        held = num_experts // 2
+        ids = jnp.minimum(pairs[1][1], held)
+        both: list[Callable[..., Any]] = [
+            jax.jit(functools.partial(sort_by_expert, num_experts=held, implementation=name))
+            for name in (kernel, "xla")
+        ]
+        pairs += list(zip(both[0](ids), both[1](ids), strict=True))
+        if tokens * count > 4096:
             x = jax.random.normal(jax.random.key(0), (tokens, 1024), jnp.bfloat16)
             rows = pairs[1][1].reshape(-1) % tokens
             both = [

@@ -108,6 +108,7 @@ class Steps:
         self._kv: Any = None
         self._state: Any = None
         self._masks: dict[int, jax.Array] = {}
+        self.numbers = 0  # of a cached token in a layer
 
     def compile(self, steps: list[tuple[str, int]]) -> dict[tuple[str, int], Any]:
         """(forward, head) of each step."""
@@ -137,11 +138,13 @@ class Steps:
             return jax.lax.dynamic_update_slice(pool, block, (layer * self.num_pages, 0, 0, 0))
 
         write = jax.jit(some, donate_argnums=0)
-        k, v = self._kv.k, self._kv.v
-        for layer in range(self.layers):
-            k = write(k, jax.random.key(1), np.int32(layer))
-            v = write(v, jax.random.key(2), np.int32(layer))
-        self._kv = self._kv._replace(k=k, v=v)
+        pools = {"k": self._kv.k, "v": self._kv.v}
+        pools = {name: pool for name, pool in pools.items() if pool is not None}  # latents: no v
+        self.numbers = sum(int(np.prod(pool.shape[2:])) for pool in pools.values())
+        for seed, name in enumerate(pools, 1):
+            for layer in range(self.layers):
+                pools[name] = write(pools[name], jax.random.key(seed), np.int32(layer))
+        self._kv = self._kv._replace(**pools)
         table = self._state.page_table
         pages = self._rng.integers(1, self.num_pages, table.shape)
         if self._in_order:
@@ -205,10 +208,10 @@ def floor_seconds(steps: Steps, name: str, size: int, context: int) -> float:
         else:
             read += numbers
             products += numbers * (rows if spec.path in ("embed.weight", "head.weight") else size)
-    pairs = size * seen * config.num_layers * config.head_dim
-    products += 2 * pairs * config.num_heads
+    pairs = size * seen * config.num_layers
+    products += 2 * pairs * config.num_heads * config.head_dim
     if name == "decode":
-        read += 2 * pairs * config.num_kv_heads
+        read += pairs * steps.numbers
     return max(2 * read / 4.3e12, 2 * products / 800e12)
 
 

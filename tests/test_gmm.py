@@ -134,20 +134,21 @@ def test_weights_are_rounded_to_the_rows_type(implementation: str) -> None:
     np.testing.assert_array_equal(mixed.astype(jnp.float32), run(weights).astype(jnp.float32))
 
 
+@pytest.mark.parametrize("tile", [mosaic_gpu.PLAIN, mosaic_gpu.GATED])
 @pytest.mark.parametrize("sizes", [(130, 70, 56), (0, 133, 3, 0, 250, 1, 64, 5, 40), (512, 0)])
 def test_hopper_tiles_hold_every_row_once_and_begin_where_the_copy_engine_can(
-    sizes: tuple[int, ...],
+    sizes: tuple[int, ...], tile: mosaic_gpu.Tile
 ) -> None:
     num_rows = sum(sizes)  # the last ones are nobody's
-    plan = jax.jit(mosaic_gpu._tiles, static_argnums=1)
-    table = np.asarray(plan(jnp.asarray(sizes[:-1], jnp.int32), num_rows))
+    plan = jax.jit(mosaic_gpu._tiles, static_argnums=(1, 2))
+    table = np.asarray(plan(jnp.asarray(sizes[:-1], jnp.int32), num_rows, tile.rows))
     tiles = table[: table[-1, 0]]
     owners = np.repeat(np.arange(len(sizes)), sizes)
     held = [(owner, row) for owner, _, begin, end in tiles for row in range(begin, end)]
     assert held == list(zip(owners, range(num_rows), strict=True))
     _, first, begin, end = tiles.T
     assert np.all(first % mosaic_gpu.ALIGN == 0) and np.all(first <= begin)
-    assert np.all(end <= first + mosaic_gpu.TILE) and np.all(first + mosaic_gpu.TILE <= num_rows)
+    assert np.all(end <= first + tile.rows) and np.all(first + tile.rows <= num_rows)
 
 
 def test_other_chips_leave_hoppers_kernel_to_the_next_implementation() -> None:

@@ -45,9 +45,10 @@ class Router(nnx.Module):
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """[T, C] → float32 weights [T, k] and int32 experts [T, k]."""
-        logits = contract(x, self.weight[...], axis=0, out_dtype=jnp.dtype(jnp.float32))
+        float32 = jnp.dtype(jnp.float32)
+        logits = contract(x, self.weight[...], self.rules, axis=0, out_dtype=float32)
         if self.bias is not None:
-            logits = logits + self.bias[...].astype(jnp.float32)[None, :]
+            logits = logits + self.bias[...].astype(float32)[None, :]
         score_bias = None if self.score_bias is None else self.score_bias[...]
         whole = self.rules.spec(())
         choose = functools.partial(route, config=self.config, platform=self.rules.platform)
@@ -90,7 +91,8 @@ class MoE(nnx.Module):
         with jax.named_scope("experts"):
             y = apply_experts(self._compute, x, weights, ids, params, axes, self.rules)
         if self.down_bias is not None:
-            y = y + _mix(weights, ids, self.down_bias[...]).astype(x.dtype)
+            added = _mix(weights, ids, self.down_bias[...], self.rules)
+            y = y + added.astype(x.dtype)
         if self.shared is not None:
             with jax.named_scope("shared"):
                 y = y + self._shared(x, self.shared)
@@ -159,8 +161,9 @@ def _in_best_groups(choice: jax.Array, config: MoEConfig) -> jax.Array:
     return jnp.where(chosen[:, :, None], groups, -jnp.inf).reshape(choice.shape)
 
 
-def _mix(weights: jax.Array, ids: jax.Array, rows: jax.Array) -> jax.Array:
+def _mix(weights: jax.Array, ids: jax.Array, rows: jax.Array, rules: Rules) -> jax.Array:
     """float32 [T, C]: each token's weighted sum of its experts' rows [E, C]."""
     chosen = ids[:, :, None] == jnp.arange(len(rows))[None, None, :]
     dense = jnp.sum(jnp.where(chosen, weights[:, :, None], 0.0), axis=1)  # [T, E]
-    return contract(dense, rows.astype(jnp.float32), axis=0, out_dtype=jnp.dtype(jnp.float32))
+    float32 = jnp.dtype(jnp.float32)
+    return contract(dense, rows.astype(float32), rules, axis=0, out_dtype=float32)

@@ -1,17 +1,19 @@
 """The grouped matmul for Hopper where arithmetic is the time (Pallas, Mosaic GPU backend).
 
-A tile is TILE consecutive rows times `columns` columns of one group's matrix, and each
-multiprocessor takes every n-th of them. There the third warpgroup copies rows and matrix to shared
-memory with the copy engine, ahead into the next tile; the other two multiply half of the rows each.
+A tile is SHARE consecutive rows for each of two or three warpgroups, times `columns` columns of one
+group's matrix, and each multiprocessor takes every n-th of them. There the last warpgroup copies
+rows and matrix to shared memory with the copy engine, ahead into the next tile; each of the others
+multiplies its share of the rows.
 
 The copy engine wants rows from a multiple of ALIGN on, so a group's first tile may begin with rows
-of the group before it: what they yield is not stored. A half of which all rows are stored goes out
+of the group before it: what they yield is not stored. A share of which all rows are stored goes out
 by blocks, another one row by row, in powers of two. With a gate a tile has columns of both halves
 of the matrix, as many of each.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,8 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-HALF = 64  # rows of one warpgroup
-TILE = 2 * HALF
+SHARE = 64  # rows of one warpgroup
 ALIGN = 8  # rows
 DEPTH = 64  # of one step
 CHUNK = 32  # columns that are stored at once by blocks
@@ -34,6 +35,24 @@ GATES: Mapping[str | None, Callable[..., jax.Array]] = {
     None: lambda total: total,
     "silu": lambda gate, up: gate / (1.0 + jnp.exp(-gate)) * up,
 }
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """How many warpgroups multiply, how many steps are copied ahead, and the registers of a thread
+    that multiplies and of one that copies."""
+
+    warpgroups: int
+    stages: int
+    registers: tuple[int, int]
+
+    @property
+    def rows(self) -> int:
+        return self.warpgroups * SHARE
+
+
+PLAIN = Tile(warpgroups=2, stages=4, registers=(232, 40))
+GATED = Tile(warpgroups=3, stages=3, registers=(160, 32))
 ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage] -- public, but not re-exported
 
 
@@ -58,7 +77,7 @@ def matmul(
     if gate not in GATES:
         raise NotImplementedError(f"mosaic_gpu has gates {', '.join(map(str, GATES))}, not {gate}")
     aligned = rows % ALIGN or width % DEPTH or out_width % (128 if gate is None else 256)
-    if rows < max(TILE, LEAST_ROWS * groups) or aligned:
+    if rows < max(_tile(gate).rows, LEAST_ROWS * groups) or aligned:
         raise NotImplementedError(f"mosaic_gpu cannot tile {rows=} {groups=} {width=} {out_width=}")
     return run(x, weights, group_sizes, gate=gate, processors=device.core_count)
 
@@ -70,37 +89,39 @@ def run(
     *,
     gate: str | None = None,
     processors: int,
-    stages: int = 4,
 ) -> jax.Array:
     """As matmul, of sizes that fit."""
+    tile = _tile(gate)
     rows, parts = x.shape[0], 1 if gate is None else 2
     out_width = weights.shape[2] // parts
     columns = 256 // parts if weights.shape[2] % 256 == 0 else 128
     transforms = (plgpu.TilingTransform((ALIGN, DEPTH)), plgpu.SwizzleTransform(2 * DEPTH))
     narrow = (plgpu.TilingTransform((ALIGN, CHUNK)), plgpu.SwizzleTransform(2 * CHUNK))
     kernel = plgpu.kernel(
-        functools.partial(
-            _kernel, parts=parts, gate=GATES[gate], stages=stages, processors=processors
-        ),
+        functools.partial(_kernel, parts=parts, gate=GATES[gate], tile=tile, processors=processors),
         out_type=jax.ShapeDtypeStruct((rows, out_width), x.dtype),
         grid=(processors,),
         grid_names=("processor",),
-        num_threads=3,
+        num_threads=tile.warpgroups + 1,
         thread_name="warpgroup",
         scratch_types=[
-            plgpu.SMEM((stages, TILE, DEPTH), x.dtype, transforms=transforms),
-            plgpu.SMEM((stages, parts, DEPTH, columns), x.dtype, transforms=transforms),
-            plgpu.SMEM((2, 2, HALF, CHUNK), x.dtype, transforms=narrow),
-            plgpu.SMEM((2, HALF, LINE), x.dtype),
-            plgpu.Barrier(num_arrivals=1 + parts, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            plgpu.SMEM((tile.stages, tile.rows, DEPTH), x.dtype, transforms=transforms),
+            plgpu.SMEM((tile.stages, parts, DEPTH, columns), x.dtype, transforms=transforms),
+            plgpu.SMEM((tile.warpgroups, 2, SHARE, CHUNK), x.dtype, transforms=narrow),
+            plgpu.SMEM((tile.warpgroups, SHARE, LINE), x.dtype),
+            plgpu.Barrier(num_arrivals=1 + parts, num_barriers=tile.stages),
+            plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=tile.stages),
         ],
         kernel_name="mosaic_grouped_matmul",
     )
-    return kernel(_tiles(group_sizes, rows), x, weights)
+    return kernel(_tiles(group_sizes, rows, tile.rows), x, weights)
 
 
-def _tiles(group_sizes: jax.Array, num_rows: int) -> jax.Array:
+def _tile(gate: str | None) -> Tile:
+    return PLAIN if gate is None else GATED
+
+
+def _tiles(group_sizes: jax.Array, num_rows: int, height: int) -> jax.Array:
     """int32 [tiles + 1, 4]: group (G for rows that belong to none), first row, and the first and
     the end of the rows to store; at the end how many tiles there are.
     """
@@ -110,15 +131,15 @@ def _tiles(group_sizes: jax.Array, num_rows: int) -> jax.Array:
     before = part[None, :] < part[:, None]
     starts = jnp.sum(jnp.where(before, sizes[None, :], 0), axis=1)
     firsts = starts // ALIGN * ALIGN
-    counts = jnp.where(sizes > 0, -(-(starts + sizes - firsts) // TILE), 0)
+    counts = jnp.where(sizes > 0, -(-(starts + sizes - firsts) // height), 0)
     ends = jnp.sum(jnp.where(before | (part[None, :] == part[:, None]), counts[None, :], 0), axis=1)
     parts = min(num_rows, len(part))
-    tile = jnp.arange(parts + (num_rows + (ALIGN - 1) * parts) // TILE, dtype=jnp.int32)
+    tile = jnp.arange(parts + (num_rows + (ALIGN - 1) * parts) // height, dtype=jnp.int32)
     of = jnp.sum(tile[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)
     of = jnp.minimum(of, len(part) - 1)
-    first = firsts[of] + (tile - (ends - counts)[of]) * TILE
-    begin, end = jnp.maximum(first, starts[of]), jnp.minimum(first + TILE, (starts + sizes)[of])
-    table = jnp.stack([of, jnp.minimum(first, num_rows - TILE), begin, end], axis=1)
+    first = firsts[of] + (tile - (ends - counts)[of]) * height
+    begin, end = jnp.maximum(first, starts[of]), jnp.minimum(first + height, (starts + sizes)[of])
+    table = jnp.stack([of, jnp.minimum(first, num_rows - height), begin, end], axis=1)
     return jnp.concatenate([table, jnp.broadcast_to(ends[-1], (1, 4))])
 
 
@@ -127,18 +148,19 @@ def _kernel(
     x_ref: Any,  # [M, I]
     weights_ref: Any,  # [G, I, parts · O]
     out_ref: Any,  # [M, O]
-    x_smem: Any,  # [stages, TILE, DEPTH]
+    x_smem: Any,  # [stages, rows of a tile, DEPTH]
     weights_smem: Any,  # [stages, parts, DEPTH, columns]
-    block_smem: Any,  # [2, 2, HALF, CHUNK]
-    rows_smem: Any,  # [2, HALF, LINE]
+    block_smem: Any,  # [warpgroups, 2, SHARE, CHUNK]
+    rows_smem: Any,  # [warpgroups, SHARE, LINE]
     ready: Any,
     free: Any,
     *,
     parts: int,
     gate: Callable[..., jax.Array],
-    stages: int,
+    tile: Tile,
     processors: int,
 ) -> None:
+    stages = tile.stages
     processor, warpgroup = lax.axis_index("processor"), lax.axis_index("warpgroup")
     (groups, width, _), out_width = weights_ref.shape, out_ref.shape[1]
     columns = weights_smem.shape[3]
@@ -149,26 +171,26 @@ def _kernel(
     def extent(index: jax.Array) -> tuple[jax.Array, ...]:
         """Group, first row, rows to store, first column and steps of this processor's tile."""
         number = index * processors + processor
-        tile = lax.div(number, jnp.int32(across))
-        group, first, begin, end = (tiles_ref[tile, c] for c in range(4))
+        row = lax.div(number, jnp.int32(across))
+        group, first, begin, end = (tiles_ref[row, c] for c in range(4))
         steps = jnp.where(group < groups, width // DEPTH, 0)
-        return group, first, begin, end, (number - tile * across) * columns, steps
+        return group, first, begin, end, (number - row * across) * columns, steps
 
-    @pl.when(warpgroup < 2)
+    @pl.when(warpgroup < tile.warpgroups)
     def _compute() -> None:
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(tile.registers[0], action="increase")
 
         def one_tile(index: jax.Array, step: jax.Array) -> jax.Array:
             _, first, begin, end, column, steps = extent(index)
-            own = first + warpgroup * HALF
-            begin, end = jnp.maximum(begin, own), jnp.minimum(end, own + HALF)
+            own = first + warpgroup * SHARE
+            begin, end = jnp.maximum(begin, own), jnp.minimum(end, own + SHARE)
             live = jnp.where(begin < end, steps, 0)
 
             def multiply(*acc_refs: Any) -> jax.Array:
                 def one_step(i: jax.Array, _: None) -> None:
                     slot = lax.rem(step + i, jnp.int32(stages))
                     plgpu.barrier_wait(ready.at[slot])
-                    mine = x_smem.at[slot, pl.ds(warpgroup * HALF, HALF)]
+                    mine = x_smem.at[slot, pl.ds(warpgroup * SHARE, SHARE)]
                     for part, acc_ref in enumerate(acc_refs):
                         plgpu.wgmma(acc_ref, mine, weights_smem.at[slot, part])
                     plgpu.wgmma_wait(parts)
@@ -180,14 +202,14 @@ def _kernel(
                 lax.fori_loop(0, live, one_step, None)
                 return gate(*(acc_ref[...] for acc_ref in acc_refs))
 
-            result = pl.run_scoped(multiply, *[ACC((HALF, columns))] * parts)
+            result = pl.run_scoped(multiply, *[ACC((SHARE, columns))] * parts)
 
             @pl.when(live > 0)
             def _free() -> None:
                 plgpu.barrier_arrive(free.at[lax.rem(step + live - 1, jnp.int32(stages))])
 
             def pass_step(i: jax.Array, _: None) -> None:
-                """Of the other warpgroup's rows."""
+                """Of the other warpgroups' rows."""
                 slot = lax.rem(step + i, jnp.int32(stages))
                 plgpu.barrier_wait(ready.at[slot])
                 plgpu.barrier_arrive(free.at[slot])
@@ -202,13 +224,13 @@ def _kernel(
         lax.fori_loop(0, num_own, one_tile, processor * 0)
         plgpu.wait_smem_to_gmem(0)
 
-    @pl.when(warpgroup == 2)
+    @pl.when(warpgroup == tile.warpgroups)
     def _copy() -> None:
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(tile.registers[1], action="decrease")
 
         def one_tile(index: jax.Array, step: jax.Array) -> jax.Array:
             group, first, _, _, column, steps = extent(index)
-            rows = pl.ds(pl.multiple_of(first, ALIGN), TILE)
+            rows = pl.ds(pl.multiple_of(first, ALIGN), tile.rows)
 
             @pl.loop(0, steps)
             def _step(i: jax.Array) -> None:
@@ -236,10 +258,10 @@ def _kernel(
 
 
 def _store(
-    result: jax.Array,  # [HALF, columns]
+    result: jax.Array,  # [SHARE, columns]
     out_ref: Any,
-    blocks: Any,  # [2, HALF, CHUNK], in the copy engine's blocks of ALIGN rows
-    plain: Any,  # [HALF, LINE]
+    blocks: Any,  # [2, SHARE, CHUNK], in the copy engine's blocks of ALIGN rows
+    plain: Any,  # [SHARE, LINE]
     own: jax.Array,  # row that the first of `result` is
     begin: jax.Array,  # rows to store
     end: jax.Array,
@@ -254,9 +276,9 @@ def _store(
             for at in range(0, result.shape[1], width)
         ]
 
-    @pl.when(count == HALF)
+    @pl.when(count == SHARE)
     def _whole() -> None:
-        rows = pl.ds(pl.multiple_of(own, ALIGN), HALF)
+        rows = pl.ds(pl.multiple_of(own, ALIGN), SHARE)
         for turn, (part, columns) in enumerate(parts(CHUNK)):
             block = blocks.at[turn % 2]
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
@@ -264,7 +286,7 @@ def _store(
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(block, out_ref.at[rows, columns])
 
-    @pl.when((count > 0) & (count < HALF))
+    @pl.when((count > 0) & (count < SHARE))
     def _by_rows() -> None:
         for part, columns in parts(LINE):
             plain[...] = part
