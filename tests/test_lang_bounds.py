@@ -10,7 +10,7 @@ import pytest
 
 import jserve.lang as sgl
 from jserve.__main__ import main
-from jserve.lang import ir, tracing
+from jserve.lang import bounds, ir, tracing
 from jserve.lang.bounds import MOST_SWALLOWED
 
 pytestmark = pytest.mark.timeout(30)
@@ -227,6 +227,29 @@ def test_a_program_that_never_comes_back_to_its_state_is_interrupted(function, m
     assert "did not end while traced: it took longer than 0.1 s" in trace.steps[-1].text
     assert trace.prefix == (INTRODUCTION if function is endless else "")
     assert set(threading.enumerate()) <= before
+
+
+def test_interrupts_that_come_again_while_one_is_told_leave_nothing_hanging(monkeypatch):
+    monkeypatch.setattr(bounds, "_GRACE", 0.0)
+    monkeypatch.setattr(bounds, "_INTERRUPTS", 100_000)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    ended = []
+
+    def interrupt_many() -> None:
+        for _ in range(20):
+            one = bounds.Bounds(10, 0.001)
+            one.run(endless_loop)
+            ended.append(one.why)
+
+    waiter = threading.Thread(target=interrupt_many, daemon=True)
+    waiter.start()
+    waiter.join(30)
+    assert ended == ["it took longer than 0.001 s"] * 20
+
+
+def endless_loop():
+    while True:
+        pass
 
 
 def waits(goes_on, caught):

@@ -180,6 +180,8 @@ _ITEM = sgl.gen("x")
         (lambda s: s, "the state of a program"),
         (lambda s: s.text, "the state of a program"),
         (lambda s: s.fork(2), "a fork of 2"),
+        (lambda s: s.copy(), "a copy of a state"),
+        (lambda s: s.stream_executor, "the executor of a program"),
         (lambda s: s.var_scope("v").__enter__, "a block for `with`"),
         (lambda s: sgl.function(lambda s: None), "the program <lambda>"),
     ],
@@ -224,6 +226,19 @@ def test_a_trace_ends_where_python_shows_an_argument():
     trace = program.trace()
     assert trace.prefix == "Tell me about " and trace.steps[-1].kind == "end"
     assert "the argument country has no text" in trace.steps[-1].text
+
+
+@pytest.mark.parametrize(
+    ("thing", "what"),
+    [(lambda s: s.fork(2), "a fork of 2"), (lambda s: s.copy(), "a copy of a state")],
+)
+def test_a_trace_ends_where_python_shows_branches(thing, what):
+    @sgl.function
+    def program(s):
+        s += f"{thing(s)}, please."
+
+    last = program.trace().steps[-1]
+    assert last.kind == "end" and f"{what} has no text" in last.text
 
 
 def test_a_program_with_a_gen_in_an_f_string_ends_there(make):

@@ -122,7 +122,7 @@ def test_roles_do_not_nest_and_end_as_they_began(loop):
 def test_a_template_that_hides_a_message_is_refused(loop):
     _, roles = template_of("{{ messages[-1]['content'] }}")
     with pytest.raises(RequestError, match="does not show every message"):
-        loop.call(roles.begin(["user"], "user"))
+        loop.call(roles.begin(roles.none.then("user"), "user"))
 
 
 def test_each_structure_is_rendered_once(loop):
@@ -134,7 +134,7 @@ def test_each_structure_is_rendered_once(loop):
 
     roles = RoleTemplate(render)
     for _ in range(3):
-        assert loop.call(roles.begin(["user"], "assistant")) == "<assistant>"
+        assert loop.call(roles.begin(roles.none.then("user"), "assistant")) == "<assistant>"
     assert len(seen) == len(set(seen))
 
 
@@ -227,7 +227,8 @@ def test_named_templates_look_one_message_back_and_see_no_more_in_the_whole() ->
         for roles in itertools.product(("system", "user", "assistant"), repeat=3):
             for count in range(3):
                 before, role = roles[:count], roles[count]
-                begins = [loop.call(one.begin(before, role)) for one in (near, whole)]
-                ends = [loop.call(one.end(roles[: count + 1])) for one in (near, whole)]
+                both = [(one, one.none.then(*before)) for one in (near, whole)]
+                begins = [loop.call(one.begin(behind, role)) for one, behind in both]
+                ends = [loop.call(one.end(behind.then(role))) for one, behind in both]
                 assert begins[0] == begins[1] and ends[0] == ends[1], (name, roles, count)
     loop.close()

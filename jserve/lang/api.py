@@ -85,14 +85,14 @@ def gen(
 
 def _known(more: MoreArguments) -> MoreArguments:
     """Raises ExpressionError."""
-    names = get_type_hints(MoreArguments)
-    if wrong := [name for name in more if name not in names]:
-        near = nearest_name(wrong[0], inspect.signature(gen).parameters.keys() | names.keys())
+    if wrong := [name for name in more if name not in _MORE]:
+        near = nearest_name(wrong[0], inspect.signature(gen).parameters.keys() | _MORE)
         hint = f"; did you mean {near}?" if near else "."
         raise ExpressionError(f"gen has no parameter {wrong[0]}{hint}")
     return more
 
 
+_MORE = get_type_hints(MoreArguments).keys()
 #: Sampling parameters that gen calls otherwise.
 _OWN_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 

@@ -6,6 +6,7 @@ in; knows nothing of programs.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import ctypes
 import threading
@@ -40,7 +41,7 @@ class Bounds:
         self._most, self._seconds = most, seconds
         self._done = self._swallowed = 0
         self._stopped = self._left_behind = False
-        self._over = threading.Event()
+        self._over, self._ending = threading.Event(), threading.Lock()
         self._thread: threading.Thread | None = None
 
     def count(self, operations: int = 1) -> None:
@@ -65,13 +66,16 @@ class Bounds:
         failed: list[BaseException] = []
 
         def work() -> None:
-            try:
-                function()
-            except Stopped as stopped:
-                self.stopped = innermost(stopped)
-            except BaseException as error:  # told to who waits
-                failed.append(error)
-            self._over.set()
+            with contextlib.suppress(Stopped):  # it comes again where this is slow
+                try:
+                    function()
+                except Stopped as stopped:
+                    self.stopped = innermost(stopped)
+                except BaseException as error:  # told to who waits
+                    failed.append(error)
+            with contextlib.suppress(Stopped):  # and may be on its way even now
+                self._end()
+            self._end()
 
         context = contextvars.copy_context()
         self._thread = threading.Thread(
@@ -97,10 +101,17 @@ class Bounds:
         assert self._thread is not None and self._thread.ident is not None
         at, what = ctypes.c_ulong(self._thread.ident), ctypes.py_object(Stopped)
         for _ in range(_INTERRUPTS):
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(at, what)
-            if self._over.wait(_GRACE):
+            with self._ending:
+                if not self._over.is_set():
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(at, what)
+            if self._over.wait(_GRACE) or not self._thread.is_alive():
                 return
         self._left_behind = True
+
+    def _end(self) -> None:
+        """From here on nothing more is raised in the thread."""
+        with self._ending:
+            self._over.set()
 
     def _leave_behind(self) -> None:
         """Nothing ends a thread that catches everything: it stands still from here on."""

@@ -21,6 +21,7 @@ from jserve.lang.errors import ExpressionError, ProgramCancelled, ProgramError
 from jserve.lang.execution import Execution
 from jserve.lang.record import Step
 from jserve.lang.sampling import Sampling
+from jserve.lang.shown import shown
 from jserve.lang.site import Site, caller
 from jserve.lang.transcript import Transcript
 
@@ -58,6 +59,9 @@ class StreamExecutor:
         self._inline: concurrent.futures.Future[None] | None = None
         self._site = caller()  # of what was submitted last
         self._cancelled = self._ending = False
+
+    def __repr__(self) -> str:
+        return shown("the executor of a program")
 
     @property
     def steps(self) -> list[Step]:

@@ -9,7 +9,8 @@ import bisect
 
 
 class GrowingText:
-    """`whole` puts the pieces together; what `since` gives is read from those that it covers."""
+    """`whole` puts the pieces together; what `since` gives is read from those that it covers. The
+    `text` it begins with stays by itself: many that begin with the same one hold it once."""
 
     __slots__ = ("_ends", "_pieces")
 
@@ -33,6 +34,8 @@ class GrowingText:
 
     @property
     def whole(self) -> str:
-        if len(self._pieces) > 1:
-            self._pieces, self._ends = ["".join(self._pieces)], self._ends[-1:]
-        return self._pieces[0]
+        begun, *added = self._pieces
+        if len(added) > 1:
+            added = ["".join(added)]
+            self._pieces, self._ends = [begun, *added], [self._ends[0], self._ends[-1]]
+        return begun + added[0] if added else begun

@@ -300,6 +300,9 @@ class Copy:
     def __init__(self, state: ProgramState) -> None:
         self._branches = state.fork(1)
 
+    def __repr__(self) -> str:
+        return shown("a copy of a state")
+
     def __enter__(self) -> ProgramState:
         return self._branches[0]
 

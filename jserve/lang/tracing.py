@@ -252,6 +252,9 @@ class _Branches:
     def __init__(self, source: TracerProgramState, states: list[TracerProgramState]) -> None:
         self._source, self._states = source, states
 
+    def __repr__(self) -> str:
+        return shown(f"a fork of {len(self)}")
+
     def join(self, mode: str = "gather_variable") -> None:
         self._source._bounds.count()
         if mode != "gather_variable":
@@ -281,6 +284,9 @@ class _Branches:
 class _Copy:
     def __init__(self, branches: _Branches) -> None:
         self._branches = branches
+
+    def __repr__(self) -> str:
+        return shown("a copy of a state")
 
     def __enter__(self) -> TracerProgramState:
         return self._branches[0]

@@ -11,7 +11,7 @@ from typing import Any
 
 from jserve.lang.board import Board
 from jserve.lang.errors import ExpressionError
-from jserve.lang.roles import RoleTemplate
+from jserve.lang.roles import Roles, RoleTemplate
 
 
 @dataclasses.dataclass(slots=True)
@@ -20,7 +20,7 @@ class Transcript:
 
     board: Board
     messages: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    roles: list[str] = dataclasses.field(default_factory=list)  # of the messages
+    roles: Roles | None = None  # of the messages, since the first one
     role: str | None = None
     _opened_at: int = 0  # where the open role's content begins in the text
     _trims: bool = False  # the template cuts blanks off the open role's content
@@ -28,8 +28,7 @@ class Transcript:
 
     def branch(self, board: Board) -> Transcript:
         """A copy that goes on by itself on `board`."""
-        copied = {"messages": list(self.messages), "roles": list(self.roles)}
-        return dataclasses.replace(self, board=board, **copied)
+        return dataclasses.replace(self, board=board, messages=list(self.messages))
 
     @property
     def opened(self) -> str:
@@ -54,15 +53,16 @@ class Transcript:
         """Raises ExpressionError inside another role, RequestError when the template refuses."""
         if self.role is not None:
             raise ExpressionError(f"{role} begins inside {self.role}; end that first.")
-        self.board.write(await template.begin(self.roles, role))
+        roles = self.roles or template.none
+        self.board.write(await template.begin(roles, role))
         self.role, self._opened_at = role, self.board.length
-        self._trims = await template.trims([*self.roles, role])
+        self._trims = await template.trims(roles.then(role))
 
     async def end(self, role: str, template: RoleTemplate) -> None:
         if self.role != role:
             raise ExpressionError(f"{role} ends, but the open role is {self.role}.")
         content = self.opened
         self.messages.append({"role": role, "content": content})
-        self.roles.append(role)
+        self.roles = (self.roles or template.none).then(role)
         self.role, self._trims, self._held = None, False, ""
         self.board.write(await template.end(self.roles))

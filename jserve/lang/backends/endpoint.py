@@ -99,7 +99,7 @@ class HttpTransport:
         template = RoleTemplate(render)
         try:
             if await self._takes_add_generation_prompt():
-                await template.begin([], "user")
+                await template.begin(template.none, "user")
                 return template
         except RequestError:
             pass

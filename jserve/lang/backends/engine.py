@@ -11,7 +11,8 @@ from jserve.engine.engine import Engine
 from jserve.engine.flush import flush_when_idle
 from jserve.lang.backends.native import NativeBackend
 from jserve.lang.named_templates import named_template
-from jserve.lang.roles import Messages, RoleTemplate
+from jserve.lang.roles import Messages, Roles, RoleTemplate
+from jserve.tokenizer.chat_template import ChatTemplate
 
 
 class EngineBackend(NativeBackend):
@@ -48,7 +49,16 @@ class EngineTransport:
             ids = tokenizer.apply_chat_template(messages, add_generation_prompt=opened)
             return tokenizer.decode(ids, skip_special_tokens=False)
 
-        return RoleTemplate(render)
+        source = tokenizer.source
+        chat = ChatTemplate(source.templates["default"], source.special)
+
+        async def ends(roles: Roles, opened: bool) -> str:
+            """Without the tokens of the middle, which cost far more than its text."""
+            text = roles.cut(chat.render(roles.messages(), add_generation_prompt=opened))
+            ids = tokenizer.encode(text, add_special=False)
+            return tokenizer.decode(ids, skip_special_tokens=False)
+
+        return RoleTemplate(render, ends=ends)
 
     async def special_prefix(self) -> str:
         tokenizer = self._engine.tokenizer

@@ -19,7 +19,7 @@ from jserve.lang.backends.base import (
     Usage,
     check_greedy,
 )
-from jserve.lang.backends.prefixes import Prefixes
+from jserve.lang.backends.prefixes import Kept, Prefixes
 from jserve.lang.backends.rules import Ended, Rules, check_prompt, rules_of
 from jserve.lang.choices import ChoicesDecision, ChoicesMethod
 from jserve.lang.errors import BackendError, ExpressionError
@@ -38,9 +38,16 @@ class Call:
 
     kind: str
     name: str | None
-    text: str
+    prompt: Kept
     sampling: Sampling | None = None
     choices: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        return self.prompt.text
+
+    def __repr__(self) -> str:
+        return f"Call({self.kind!r}, {self.name!r}, {self.text!r})"
 
 
 class TestBackend:
@@ -70,14 +77,14 @@ class TestBackend:
         self.calls: list[Call] = []
         self._turns: dict[str | None, int] = {}
         self._template = named_template(chat_template_name)
-        self._seen = Prefixes()
+        self._seen, self._asked = Prefixes(), Prefixes()
 
     async def template(self) -> RoleTemplate:
         return self._template
 
     async def generate(self, prompt: Prompt, sampling: Sampling) -> Generation:
         num = sampling.n or 1
-        self.calls.append(Call("generate", prompt.name, prompt.text, sampling))
+        self._note("generate", prompt, sampling)
         rules = rules_of(sampling, prompt.text)
         answers = [_ended(self._answer(prompt), prompt, sampling, rules) for _ in range(num)]
         texts = [answer.text for answer in answers]
@@ -99,7 +106,7 @@ class TestBackend:
     async def select(
         self, prompt: Prompt, choices: Sequence[str], temperature: float, method: ChoicesMethod
     ) -> Selection:
-        self.calls.append(Call("select", prompt.name, prompt.text, choices=tuple(choices)))
+        self._note("select", prompt, choices=tuple(choices))
         check_greedy(temperature)
         check_prompt(prompt.text)
         chosen = self._answer(prompt) if prompt.name in self._answers else choices[0]
@@ -110,7 +117,7 @@ class TestBackend:
         return Selection(decision, usage, len(prompt.text))
 
     async def commit(self, prompt: Prompt) -> Committed:
-        self.calls.append(Call("commit", None, prompt.text))
+        self._note("commit", prompt)
         return Committed(self._usage(prompt.text, 0), len(prompt.text))
 
     def get_model_name(self) -> str:
@@ -125,6 +132,16 @@ class TestBackend:
 
     def shutdown(self) -> None:
         self.loop.close()
+
+    def _note(
+        self,
+        kind: str,
+        prompt: Prompt,
+        sampling: Sampling | None = None,
+        choices: tuple[str, ...] = (),
+    ) -> None:
+        kept = self._asked.add(prompt.text)
+        self.calls.append(Call(kind, prompt.name, kept, sampling, choices))
 
     def _answer(self, prompt: Prompt) -> str:
         if prompt.name not in self._answers:
