@@ -20,6 +20,7 @@ from jserve.bench.load import run_load
 from jserve.bench.report import parse_goodput, summarize
 from jserve.bench.samples import Sample
 from jserve.bench.targets import HttpTarget
+from jserve.bench.wire import Asking
 from jserve.bench.workload import Turn, WorkloadOptions, make_workload
 from jserve.engine.engine import Engine
 from jserve.errors import ConfigError
@@ -81,7 +82,7 @@ def test_figures_are_the_hand_computed_ones() -> None:
         sample(9.0, [], error="HTTP 503"),
     ]
     figures = summarize(samples, 2.0, {"ttft": 200.0, "itl": 50.0})
-    assert (figures["completed"], figures["errors"]) == (2, 1)
+    assert (figures["completed"], figures["failed"]) == (2, 1)
     assert figures["error_messages"] == ["HTTP 503"]
     assert (figures["total_input_tokens"], figures["total_output_tokens"]) == (20, 8)
     assert figures["output_throughput"] == 4.0
@@ -149,7 +150,7 @@ def ask(protocol, prompt_ids, count, **options):
     async def run():
         transport = httpx.ASGITransport(Api().app)
         async with httpx.AsyncClient(transport=transport, base_url="http://api") as client:
-            target = HttpTarget([client], protocol, model="fake/model", **options)
+            target = HttpTarget([client], protocol, Asking(model="fake/model", **options))
             return await target.ask(prompt_ids, count)
 
     return asyncio.run(run())
@@ -219,7 +220,7 @@ def test_offline_prints_one_line_of_json(scripted, capsys, tmp_path) -> None:
     path = tmp_path / "results.jsonl"
     assert main(["bench", "offline", "fake", *WORKLOAD, "--output-file", str(path)]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert result["successful_requests"] == 5 and result["errors"] == 0
+    assert result["successful_requests"] == 5 and result["failed"] == 0
     assert result["total_output_tokens"] > 0 and result["output_throughput"] > 0
     assert json.loads(path.read_text()) == result
 

@@ -1,5 +1,5 @@
-"""Benchmarks: `jserve bench one-batch | offline | serving | compare`.
+"""Benchmarks: `jserve bench one-batch | offline | serving | compare | program`.
 
-workload.py what is asked → arrivals.py when → load.py through a target (targets.py, http.py)
-→ samples.py what was seen → report.py JSON
+workload.py what is asked (texts.py: of a file) → arrivals.py when → load.py through a target
+(targets.py, over wire.py) → samples.py what was seen → report.py JSON
 """

@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import httpx
 import numpy as np
 import tqdm
 
+from jserve.bench import arguments
 from jserve.bench.arrivals import arrival_times
 from jserve.bench.compare import ARMS, compare_arms
 from jserve.bench.load import run_load
@@ -28,20 +29,26 @@ from jserve.bench.plot import load_pyplot, save_plot
 from jserve.bench.program import chosen, compare_work
 from jserve.bench.report import parse_goodput, summarize
 from jserve.bench.samples import Sample
+from jserve.bench.server import (
+    accept_length,
+    await_ready,
+    find_tokenizer,
+    flush_cache,
+    served_name,
+    server_info,
+)
 from jserve.bench.targets import EngineTarget, HttpTarget
+from jserve.bench.wire import Asking
 from jserve.bench.workload import Conversation, WorkloadOptions, make_workload
 from jserve.config import Config
 from jserve.config.address import http_url
 from jserve.engine.engine import Engine
 from jserve.errors import ConfigError, JserveError
+from jserve.tokenizer.tokenizer import Tokenizer
 
 _CLIENTS = 32  # that take turns
 #: What a server that does not say is taken to have.
 _VOCAB_SIZE = 32000
-_PROTOCOLS = {
-    **dict.fromkeys(("jserve", "sglang"), "native"),
-    **dict.fromkeys(("jserve-oai", "sglang-oai", "vllm"), "openai"),
-}
 
 
 def one_batch(parsed: argparse.Namespace, config: Config) -> None:
@@ -77,7 +84,7 @@ def offline(parsed: argparse.Namespace, config: Config) -> None:
     _workload(parsed)
     with _engine(config) as engine:
         vocab_size = engine.model_config.vocab_size
-        conversations = make_workload(_workload(parsed), vocab_size)
+        conversations = make_workload(_workload(parsed), vocab_size, engine.tokenizer)
         target = EngineTarget(engine, ignore_eos=not parsed.disable_ignore_eos, stream=False)
         for _ in range(parsed.warmup_requests):
             asyncio.run(_at_once(target, conversations[:1]))
@@ -98,7 +105,7 @@ def offline(parsed: argparse.Namespace, config: Config) -> None:
         "last_gen_throughput": info.get("gen_throughput", 0.0),
         **{name: figures[name] for name in kept},
         "cache_report": figures["cache_report"],
-        "errors": figures["errors"],
+        "failed": figures["failed"],
         "error_messages": figures["error_messages"],
     }
     _emit(result, parsed.output_file)
@@ -110,7 +117,8 @@ def serving(parsed: argparse.Namespace) -> None:
     _check_load(parsed)
     pyplot = None if parsed.plot is None else load_pyplot()
     goodput = parse_goodput(parsed.goodput)
-    samples, info, figures = asyncio.run(_serve_load(parsed, goodput))
+    served = asyncio.run(_serve_load(parsed))
+    samples, figures = served.samples, summarize(served.samples, served.seconds, goodput)
     result = {
         "tag": parsed.tag,
         "backend": parsed.backend,
@@ -118,12 +126,16 @@ def serving(parsed: argparse.Namespace) -> None:
         "request_rate": parsed.request_rate if np.isfinite(parsed.request_rate) else "inf",
         "burstiness": parsed.burstiness,
         "max_concurrency": parsed.max_concurrency,
+        "sharegpt_output_len": parsed.sharegpt_output_len,
         "random_input_len": parsed.random_input_len,
         "random_output_len": parsed.random_output_len,
         "random_range_ratio": parsed.random_range_ratio,
-        "server_info": info,
+        "server_info": served.info,
         **figures,
-        "accept_length": info.get("avg_spec_accept_length"),
+        "total_input_text_tokens": figures["total_input_tokens"],
+        "total_input_vision_tokens": 0,  # no dataset has images
+        "total_output_tokens_retokenized": _retokenized(samples, served.tokenizer),
+        "accept_length": accept_length(served.info),
     }
     if parsed.output_details:
         result |= {
@@ -131,11 +143,15 @@ def serving(parsed: argparse.Namespace) -> None:
             "output_lens": [sample.output_len for sample in samples],
             "ttfts": [sample.ttft for sample in samples],
             "itls": [sample.itls for sample in samples],
-            "errors_by_request": [sample.error for sample in samples],
+            "generated_texts": [sample.text for sample in samples],
+            "errors": [sample.error for sample in samples],
         }
+    _emit(result, parsed.output_file)
     if pyplot is not None and parsed.plot is not None:
         save_plot(pyplot, samples, parsed.plot)
-    _emit(result, parsed.output_file)
+    if parsed.cache_report and figures["cache_report"] is None:
+        how = "jserve's and SGLang's OpenAI routes do with --enable-cache-report"
+        print(f"--cache-report: the server does not tell what it cached; {how}", file=sys.stderr)
     _require_success(samples)
 
 
@@ -175,6 +191,18 @@ def _check_load(parsed: argparse.Namespace) -> None:
         value = getattr(parsed, name)
         if not value > 0:
             raise ConfigError(f"--{name.replace('_', '-')} must be > 0, got {value}")
+    wire = arguments.BACKENDS[parsed.backend]
+    if parsed.return_logprob and wire != "native":
+        raise ConfigError(
+            f"--return-logprob is for /generate; with --backend {parsed.backend} put logprobs "
+            "into --extra-request-body"
+        )
+    if wire == "chat" and (parsed.apply_chat_template or parsed.tokenize_prompt):
+        flag = "--apply-chat-template" if parsed.apply_chat_template else "--tokenize-prompt"
+        raise ConfigError(
+            f"{flag} does not go with --backend {parsed.backend}: the server applies the template "
+            "to texts; leave it out"
+        )
     if not 0 < parsed.port < 65536:
         raise ConfigError(f"--port must be in [1, 65535], got {parsed.port}")
 
@@ -188,40 +216,40 @@ COMMANDS: dict[str, Callable[..., None]] = {
 }
 
 
-async def _serve_load(
-    parsed: argparse.Namespace, goodput: dict[str, float]
-) -> tuple[list[Sample], dict[str, Any], dict[str, Any]]:
-    """→ samples, what the server says of itself, figures."""
-    headers = {"Authorization": f"Bearer {parsed.api_key}"} if parsed.api_key else {}
-    base_url = parsed.base_url or http_url(parsed.host, parsed.port)
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    how: dict[str, Any] = {"base_url": base_url, "headers": headers, "limits": limits}
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Served:
+    """What came of a load; `info` is what the server says of itself after it."""
+
+    samples: list[Sample]
+    seconds: float
+    info: dict[str, Any]
+    tokenizer: Tokenizer | None
+
+
+async def _serve_load(parsed: argparse.Namespace) -> _Served:
     async with contextlib.AsyncExitStack() as stack:
-        verify = httpx.create_ssl_context()  # is slow to make
-        made = [httpx.AsyncClient(**how, timeout=None, verify=verify) for _ in range(_CLIENTS)]
-        clients = [await stack.enter_async_context(client) for client in made]
+        clients = [await stack.enter_async_context(client) for client in _clients(parsed)]
         client = clients[0]
-        await _await_ready(client, parsed.ready_check_timeout_sec)
-        info = await _server_info(client)
-        vocab_size = parsed.vocab_size or info.get("vocab_size") or _VOCAB_SIZE
-        conversations = make_workload(_workload(parsed), vocab_size)
-        target = HttpTarget(
-            clients,
-            _PROTOCOLS[parsed.backend],
-            model=parsed.model or info.get("served_model_name") or "default",
-            ignore_eos=not parsed.disable_ignore_eos,
-            extra_body=parsed.extra_request_body,
-        )
+        await await_ready(client, parsed.ready_check_timeout_sec)
+        info = await server_info(client)
+        tokenizer = find_tokenizer(parsed.tokenizer, parsed.model, info)
+        known = info.get("vocab_size")
+        vocab_size = parsed.vocab_size or (known if isinstance(known, int) else _VOCAB_SIZE)
+        conversations = make_workload(_workload(parsed), vocab_size, tokenizer)
+        given = parsed.served_model_name or parsed.model
+        asking = _asking(parsed, given or await served_name(client, info), tokenizer)
+        target = HttpTarget(clients, arguments.BACKENDS[parsed.backend], asking)
         for turns in conversations[: parsed.warmup_requests]:
             sample = await target.ask(turns[0].new_ids, turns[0].max_new_tokens)
             if sample.error:
                 raise JserveError(f"the warm-up request failed: {sample.error}")
         if parsed.flush_cache:
-            (await client.post("/flush_cache", params={"timeout": 30})).raise_for_status()
+            route = "/reset_prefix_cache" if parsed.backend.startswith("vllm") else "/flush_cache"
+            await flush_cache(client, route, parsed.flush_cache_timeout)
         arrivals = arrival_times(
             len(conversations), parsed.request_rate, parsed.burstiness, parsed.seed
         )
-        with _bar(sum(len(turns) for turns in conversations)) as bar:
+        with _bar(sum(map(len, conversations)), hidden=parsed.disable_tqdm) as bar:
             samples, seconds = await run_load(
                 target,
                 conversations,
@@ -229,33 +257,49 @@ async def _serve_load(
                 max_concurrency=parsed.max_concurrency,
                 done=lambda sample: _advance(bar, sample),
             )
-    return samples, info, summarize(samples, seconds, goodput)
+        after = info and await server_info(client)
+    return _Served(samples, seconds, after or info, tokenizer)
 
 
-async def _await_ready(client: httpx.AsyncClient, timeout: float) -> None:
-    """Raises JserveError when the server does not answer /health within `timeout` seconds."""
-    deadline = time.monotonic() + timeout
-    reason, told = "", False
-    while True:
-        try:
-            reply = await client.get("/health", timeout=10)
-            if reply.status_code == 200:
-                return
-            reason = f"/health answers {reply.status_code}"
-        except httpx.HTTPError as error:
-            reason = str(error) or type(error).__name__
-        if time.monotonic() > deadline:
-            raise JserveError(f"no server is ready at {client.base_url}: {reason}")
-        if not told:
-            print(f"waiting for {client.base_url}: {reason}", file=sys.stderr)
-            told = True
-        await asyncio.sleep(0.5)
+def _clients(parsed: argparse.Namespace) -> list[httpx.AsyncClient]:
+    base_url = parsed.base_url or http_url(parsed.host, parsed.port)
+    bearer = {"Authorization": f"Bearer {parsed.api_key}"} if parsed.api_key else {}
+    how: dict[str, Any] = {
+        "base_url": base_url,
+        "headers": {**bearer, **dict(parsed.header)},
+        "limits": httpx.Limits(max_connections=None, max_keepalive_connections=None),
+        "verify": httpx.create_ssl_context(),  # is slow to make
+    }
+    try:
+        return [httpx.AsyncClient(**how, timeout=None) for _ in range(_CLIENTS)]
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"--base-url {base_url}: {error}") from None
 
 
-async def _server_info(client: httpx.AsyncClient) -> dict[str, Any]:
-    """What /server_info says; nothing for servers that have none."""
-    reply = await client.get("/server_info")
-    return reply.json() if reply.status_code == 200 else {}
+def _asking(parsed: argparse.Namespace, model: str, tokenizer: Tokenizer | None) -> Asking:
+    if arguments.BACKENDS[parsed.backend] == "chat" and tokenizer is None:
+        raise ConfigError(
+            f"--backend {parsed.backend} sends texts, and the server's tokenizer is not on this "
+            "machine: give --tokenizer PATH, or use a backend of /v1/completions, which sends ids"
+        )
+    return Asking(
+        model=model,
+        temperature=parsed.temperature,
+        top_p=parsed.top_p,
+        ignore_eos=not parsed.disable_ignore_eos,
+        stream=not parsed.disable_stream,
+        return_logprob=parsed.return_logprob,
+        decode=None if tokenizer is None else tokenizer.decode,
+        extra_body=parsed.extra_request_body or {},
+    )
+
+
+def _retokenized(samples: Sequence[Sample], tokenizer: Tokenizer | None) -> int | None:
+    """Tokens of the answers' texts; None when no tokenizer is known."""
+    if tokenizer is None:
+        return None
+    good = [sample.text for sample in samples if not sample.error]
+    return sum(len(tokenizer.encode(text, add_special=False)) for text in good)
 
 
 async def _at_once(
@@ -306,8 +350,9 @@ def _workload(parsed: argparse.Namespace) -> WorkloadOptions:
     return WorkloadOptions(**{name: value for name, value in vars(parsed).items() if name in names})
 
 
-def _bar(total: int) -> tqdm.tqdm[Any]:
-    return tqdm.tqdm(total=total, unit="request", file=sys.stderr, disable=not sys.stderr.isatty())
+def _bar(total: int, hidden: bool = False) -> tqdm.tqdm[Any]:
+    hidden = hidden or not sys.stderr.isatty()
+    return tqdm.tqdm(total=total, unit="request", file=sys.stderr, disable=hidden)
 
 
 def _advance(bar: tqdm.tqdm[Any] | None, sample: Sample) -> None:
@@ -319,8 +364,11 @@ def _emit(result: dict[str, Any], path: str | None) -> None:
     line = json.dumps(result)
     print(line, flush=True)
     if path is not None:
-        with Path(path).open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        try:
+            with Path(path).open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            raise JserveError(f"--output-file {path}: {error.strerror}") from None
 
 
 def _require_success(samples: Sequence[Sample]) -> None:

@@ -71,7 +71,8 @@ def compare_arms(
     for name in arms:
         arm = ARMS[name]
         with start(Config.from_flags(**{**config.flat(), **arm.flags})) as engine:
-            conversations = make_workload(workload, engine.model_config.vocab_size)
+            vocab_size = engine.model_config.vocab_size
+            conversations = make_workload(workload, vocab_size, engine.tokenizer)
             arrivals = np.zeros(len(conversations))
             load = run_load(EngineTarget(engine, regex=arm.regex), conversations, arrivals)
             samples, seconds = asyncio.run(load)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jserve.bench.samples import Sample
-from jserve.errors import ConfigError
+from jserve.errors import ConfigError, JserveError
 
 
 def load_pyplot() -> Any:
@@ -24,7 +24,10 @@ def load_pyplot() -> Any:
 
 
 def save_plot(pyplot: Any, samples: Sequence[Sample], path: str) -> None:
-    """Write a PNG."""
+    """Write a picture, a PNG unless its suffix says otherwise.
+
+    Raises JserveError when it cannot be written.
+    """
     good = [sample for sample in samples if not sample.error]
     figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(15, 4))
     for axis, name, values in (
@@ -42,5 +45,9 @@ def save_plot(pyplot: Any, samples: Sequence[Sample], path: str) -> None:
     right.set(xlabel="seconds", ylabel="output tokens/s")
     right.grid(True)
     figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:  # ValueError: a suffix that is no picture's
+        raise JserveError(f"--plot {path}: {error}") from None
+    finally:
+        pyplot.close(figure)

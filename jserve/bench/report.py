@@ -41,7 +41,7 @@ def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
 def summarize(
     samples: Sequence[Sample], seconds: float, goodput: Mapping[str, float] | None = None
 ) -> dict[str, Any]:
-    """Figures of what ended well; `errors` counts the rest, with one of each message."""
+    """Figures of what ended well; `failed` counts the rest, with one of each message."""
     good = [sample for sample in samples if not sample.error]
     bad = [sample.error for sample in samples if sample.error]
     inputs = sum(sample.prompt_len for sample in good)
@@ -51,7 +51,7 @@ def summarize(
     result: dict[str, Any] = {
         "duration": seconds,
         "completed": len(good),
-        "errors": len(bad),
+        "failed": len(bad),
         "error_messages": sorted(set(bad))[:5],
         "total_input_tokens": inputs,
         "total_output_tokens": outputs,
@@ -66,7 +66,7 @@ def summarize(
         "concurrency": sum(latencies) / seconds,
         "max_output_tokens_per_s": peak_tokens,
         "max_concurrent_requests": peak_requests,
-        "cache_report": _cache_report(good, inputs),
+        "cache_report": _cache_report(good),
     }
     if goodput:
         kept = sum(
@@ -85,9 +85,14 @@ def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
     return {f"{key}_{name}_ms": float(value) for key, value in figures.items()}
 
 
-def _cache_report(samples: Sequence[Sample], inputs: int) -> dict[str, float]:
-    cached = sum(sample.cached_tokens for sample in samples)
-    return {"cached_tokens": cached, "cache_hit_rate": cached / max(inputs, 1)}
+def _cache_report(samples: Sequence[Sample]) -> dict[str, float] | None:
+    """Of the requests whose server told; None when none did."""
+    told = [(s.cached_tokens, s.prompt_len) for s in samples if s.cached_tokens is not None]
+    if not told:
+        return None
+    cached = sum(tokens for tokens, _ in told)
+    rate = cached / max(sum(length for _, length in told), 1)
+    return {"cached_tokens": cached, "cache_hit_rate": rate}
 
 
 def _peaks(samples: Sequence[Sample]) -> tuple[float, int]:

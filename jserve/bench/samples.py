@@ -16,18 +16,20 @@ class Sample:
     last: float = 0.0  # … and the latest
     output_len: int = 0
     itls: list[float] = dataclasses.field(default_factory=list)
-    cached_tokens: int = 0
+    cached_tokens: int | None = None  # the server's word, if it tells
     output_ids: list[int] = dataclasses.field(default_factory=list)
     margins: list[float] = dataclasses.field(default_factory=list)  # see compare.py
     error: str = ""
+    text: str = ""  # … of the answer, from a server
 
     @property
     def ttft(self) -> float:
-        return self.first - self.start
+        """0 when no token came, as in SGLang's results."""
+        return max(self.first - self.start, 0.0)
 
     @property
     def latency(self) -> float:
-        return self.last - self.start
+        return max(self.last - self.start, 0.0)
 
     @property
     def tpot(self) -> float | None:

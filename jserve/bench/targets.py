@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
 
 import httpx
 import msgspec
 
 from jserve.bench.samples import Sample
+from jserve.bench.wire import WIRES, Asking
 from jserve.errors import JserveError
 from jserve.types import GenerateRequest, LogprobParams, Output, SamplingParams
 
@@ -81,129 +82,47 @@ class EngineTarget:
         return sample
 
 
-class _Meta(msgspec.Struct):
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-
-
-class _NativeChunk(msgspec.Struct):
-    meta_info: _Meta = msgspec.field(default_factory=_Meta)
-    output_ids: list[int] = []
-    error: Any = None
-
-
-class _Choice(msgspec.Struct):
-    text: str = ""
-
-
-class _Details(msgspec.Struct):
-    cached_tokens: int = 0
-
-
-class _Usage(msgspec.Struct):
-    completion_tokens: int = 0
-    prompt_tokens_details: _Details | None = None
-
-
-class _OpenAIChunk(msgspec.Struct):
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
-    error: Any = None
-
-
 class HttpTarget:
-    """A server. `protocol`: native (SGLang's /generate) or openai (/v1/completions).
+    """A server. `wire`: native (SGLang's /generate), openai (/v1/completions) or chat.
 
     `clients` of it take turns: a client looks at all its connections for every request, which with
     256 of them costs more than the request.
     """
 
     def __init__(
-        self,
-        clients: Sequence[httpx.AsyncClient],
-        protocol: str,
-        *,
-        model: str = "default",
-        ignore_eos: bool = True,
-        extra_body: dict[str, Any] | None = None,
+        self, clients: Sequence[httpx.AsyncClient], wire: str, asking: Asking | None = None
     ) -> None:
         self._clients = itertools.cycle(clients)
-        self.knows_ids = protocol == "native"
-        self._model, self._ignore_eos, self._extra = model, ignore_eos, extra_body or {}
-        bodies = {"native": self._native_body, "openai": self._openai_body}
-        readers = {"native": _read_native, "openai": _read_openai}
-        self._url = {"native": "/generate", "openai": "/v1/completions"}[protocol]
-        self._body, self._read = bodies[protocol], readers[protocol]
+        self._wire, self._asking = WIRES[wire], asking or Asking()
+        self.knows_ids = self._wire.knows_ids
+        self._listen = self._chunks if self._asking.stream else self._whole
 
     async def ask(self, prompt_ids: list[int], max_new_tokens: int) -> Sample:
+        wire, asking = self._wire, self._asking
+        body = {**wire.body(asking, prompt_ids, max_new_tokens), **asking.extra_body}
         sample = Sample(len(prompt_ids), start=time.perf_counter())
-        content = msgspec.json.encode({**self._body(prompt_ids, max_new_tokens), **self._extra})
+        content = msgspec.json.encode(body)
         headers = {"Content-Type": "application/json"}
         try:
             client = next(self._clients)
-            async with client.stream("POST", self._url, content=content, headers=headers) as reply:
+            async with client.stream("POST", wire.url, content=content, headers=headers) as reply:
                 if reply.status_code != 200:
                     text = (await reply.aread()).decode(errors="replace")
                     sample.error = f"HTTP {reply.status_code}: {text[:300]}"
                     return sample
-                async for data in _events(reply.aiter_raw()):
-                    self._read(data, sample)
+                await self._listen(reply, sample)
         except (httpx.HTTPError, msgspec.DecodeError) as error:
             sample.error = f"{type(error).__name__}: {error}"
         if not sample.output_len and not sample.error:
             sample.error = "the answer held no token"
         return sample
 
-    def _native_body(self, prompt_ids: list[int], max_new_tokens: int) -> dict[str, Any]:
-        sampling = {"temperature": 0.0, "max_new_tokens": max_new_tokens}
-        return {
-            "input_ids": prompt_ids,
-            "sampling_params": {**sampling, "ignore_eos": self._ignore_eos},
-            "stream": True,
-        }
+    async def _chunks(self, reply: httpx.Response, sample: Sample) -> None:
+        async for data in _events(reply.aiter_raw()):
+            self._wire.read(data, sample)
 
-    def _openai_body(self, prompt_ids: list[int], max_new_tokens: int) -> dict[str, Any]:
-        return {
-            "model": self._model,
-            "prompt": prompt_ids,
-            "max_tokens": max_new_tokens,
-            "temperature": 0.0,
-            "ignore_eos": self._ignore_eos,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-
-
-def _decoder(kind: type[Any]) -> Callable[[bytes], Any]:
-    return msgspec.json.Decoder(kind).decode
-
-
-_decode_native, _decode_openai = _decoder(_NativeChunk), _decoder(_OpenAIChunk)
-
-
-def _read_native(data: bytes, sample: Sample) -> None:
-    """The server tells its count of tokens with each chunk."""
-    chunk: _NativeChunk = _decode_native(data)
-    if chunk.error is not None:
-        sample.error = str(chunk.error)
-        return
-    sample.arrived(chunk.meta_info.completion_tokens)
-    sample.cached_tokens = chunk.meta_info.cached_tokens
-    sample.output_ids = chunk.output_ids
-
-
-def _read_openai(data: bytes, sample: Sample) -> None:
-    """A chunk with text is a token, until the usage at the end tells their number."""
-    chunk: _OpenAIChunk = _decode_openai(data)
-    if chunk.error is not None:
-        sample.error = str(chunk.error)
-        return
-    if any(choice.text for choice in chunk.choices):
-        sample.arrived(sample.output_len + 1)
-    if chunk.usage is not None and chunk.usage.completion_tokens:
-        sample.output_len = chunk.usage.completion_tokens
-        details = chunk.usage.prompt_tokens_details
-        sample.cached_tokens = 0 if details is None else details.cached_tokens
+    async def _whole(self, reply: httpx.Response, sample: Sample) -> None:
+        self._wire.read_whole(await reply.aread(), sample)
 
 
 async def _events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
