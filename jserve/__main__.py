@@ -1,7 +1,7 @@
 """The command line: `jserve serve | generate | chat | convert | lang | bench`.
 
 Owns argument parsing, the terminal and exit codes (2: a configuration that cannot work, in one
-line; 1: a request or engine that failed; 130: interrupted). Flags come from config.py; what they do
+line; 1: a request or engine that failed; 130: interrupted). Flags come from config/; what they do
 is the business of server and engine, which are imported only by the command that needs them.
 """
 
@@ -18,8 +18,10 @@ from typing import Any, NoReturn, Protocol
 from jserve import __version__
 from jserve.bench import arguments
 from jserve.config import Config, add_arguments, unknown_option
+from jserve.engine.ranges import INT32_MAX, check_ranges
 from jserve.engine.syntax import NAMES, syntax_fields
-from jserve.errors import ConfigError, JserveError
+from jserve.errors import ConfigError, JserveError, RequestError
+from jserve.tokenizer.stop_regex import check_stop_regexes
 from jserve.types import GenerateRequest, Output, SamplingParams
 
 
@@ -35,10 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(_unknown_argument(unknown[0]))
         parsed.command(parsed)
     except ConfigError as error:
-        print(f"jserve: error: {error}", file=sys.stderr)
+        print(f"jserve: error: {_in_one_line(error)}", file=sys.stderr)
         return 2
     except JserveError as error:
-        print(f"jserve: {error}", file=sys.stderr)
+        print(f"jserve: {_in_one_line(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -84,8 +86,12 @@ def chat_loop(engine: Generator, lines: Iterable[str], sampling: SamplingParams)
 
 def _config(parsed: argparse.Namespace) -> Config:
     """The engine's options among the parsed flags."""
-    if parsed.positional_model is not None:
-        parsed.model_path = parsed.positional_model
+    given = parsed.positional_model
+    if given is not None:
+        flag = vars(parsed).get("model_path", given)
+        if flag != given:
+            raise ConfigError(f"the model is {given}, but --model-path {flag}; give one of them")
+        parsed.model_path = given
     return Config.from_namespace(parsed)
 
 
@@ -107,14 +113,14 @@ def _generate(parsed: argparse.Namespace) -> None:
 def _chat(parsed: argparse.Namespace) -> None:
     from jserve.engine.engine import Engine
 
-    config = _config(parsed)
+    config, sampling = _config(parsed), _sampling(parsed, max_new_tokens=None)
     with Engine.from_config(config) as engine:
         if not engine.tokenizer.has_chat_template:
             raise ConfigError(
                 f"--model-path {config.model.model_path} has no chat template; give one with "
                 "--chat-template, or use `jserve generate`"
             )
-        chat_loop(engine, _terminal_lines(), _sampling(parsed, max_new_tokens=None))
+        chat_loop(engine, _terminal_lines(), sampling)
 
 
 def _convert(parsed: argparse.Namespace) -> None:
@@ -258,6 +264,11 @@ def _add_command(
     return command
 
 
+def _in_one_line(error: JserveError) -> str:
+    """A value that it repeats may hold anything."""
+    return "\\n".join(str(error).splitlines())
+
+
 def _unknown_argument(argument: str) -> str:
     if not argument.startswith("--"):
         return f"unexpected argument {argument}"
@@ -328,13 +339,20 @@ def _sampling(parsed: argparse.Namespace, max_new_tokens: int | None) -> Samplin
     given = {flag.name: flags[flag.name] for flag in _SAMPLING if flags[flag.name] is not None}
     defaults = {"max_new_tokens": max_new_tokens, "temperature": 0.0}
     syntax = {name: _text(flags[name]) for name in NAMES if flags[name]}
-    return SamplingParams(
-        **defaults | given,
-        **syntax_fields(syntax),
-        stop=tuple(parsed.stop or ()),
-        stop_regex=tuple(parsed.stop_regex or ()),
-        ignore_eos=parsed.ignore_eos,
-    )
+    try:  # before a model is loaded; of which no range here depends
+        sampling = SamplingParams(
+            **defaults | given,
+            **syntax_fields(syntax),
+            stop=tuple(parsed.stop or ()),
+            stop_regex=tuple(parsed.stop_regex or ()),
+            ignore_eos=parsed.ignore_eos,
+        )
+        check_ranges(sampling, INT32_MAX)
+        check_stop_regexes(sampling.stop_regex)
+    except RequestError as error:
+        flag = "" if error.param is None else f"--{error.param.replace('_', '-')}: "
+        raise ConfigError(f"{flag}{error}") from None
+    return sampling
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ JserveError
 ├── RequestError           the caller's fault (400); `.param` names the field
 │   ├── NotFoundError      unknown model or route object (404)
 │   ├── AuthError          missing or wrong key (401)
-│   └── TooLargeError      body over the limit (413)
+│   ├── TooLargeError      body over the limit (413)
+│   └── MediaError         body packed in a way that is not read here (415)
 ├── QueueFullError         the waiting queue is full (503)
 ├── TimedOutError          it waited or ran for longer than the server allows (503)
 └── EngineDeadError        the engine process ended or lost its device (503)
@@ -67,6 +68,13 @@ class TooLargeError(RequestError):
 
     status_code = 413
     err_type = "RequestEntityTooLarge"
+
+
+class MediaError(RequestError):
+    """The body is packed in a way that is not read here."""
+
+    status_code = 415
+    err_type = "UnsupportedMediaType"
 
 
 class QueueFullError(JserveError):

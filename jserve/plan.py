@@ -30,7 +30,7 @@ class Kind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SlotSampling:
-    """A request's sampling parameters as its slot keeps them; lists within types.py's caps."""
+    """A request's sampling parameters as its slot keeps them; lists within SamplingParams' caps."""
 
     seed: int = 0  # int64
     temperature: float = 0.0  # 0: greedy

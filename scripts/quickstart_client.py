@@ -6,6 +6,7 @@ for a server that is still starting, and starts none.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import sys
@@ -119,4 +120,6 @@ def main(url: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("url", help="of the server, e.g. http://127.0.0.1:30000")
+    main(parser.parse_args().url)

@@ -14,6 +14,10 @@ die() {
     exit 1
 }
 
+usage() { # the comment that a script begins with
+    sed -n '2,/^[^#]/ s/^# \{0,1\}//p' "$0"
+}
+
 pinned() { # the requirement that pyproject.toml pins, e.g. `pinned torch` → torch==2.13.0
     grep -o "\"$1==[^\"]*\"" "$ROOT/pyproject.toml" | head -n 1 | tr -d '"'
 }

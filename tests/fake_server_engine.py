@@ -115,7 +115,7 @@ class FakeEngine:
             rope=RopeConfig(theta=1e4),
             model_type="fake",
         )
-        self.generation_config = {}
+        self.sampling_defaults = {}
         self.server_info = {
             "context_length": CONTEXT,
             "max_total_num_tokens": 4096,

@@ -9,6 +9,7 @@ reused, shared or freed wrongly fails the test at once.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -170,7 +171,8 @@ class ScriptedRunner:
             r = int(np.searchsorted(ends, t, side="right"))
             assert plan.slots[r] == slot
             context = self.contexts[slot][: int(plan.kv_lens[r]) - (int(ends[r]) - t) + 1]
-            values[i] = logprob(context, int(score.targets[i]))
+            wrong = plan.step in self.nan_steps
+            values[i] = math.nan if wrong else logprob(context, int(score.targets[i]))
             top_values[i], top_ids[i] = zip(*top_logprobs(context), strict=True)
             for k, wanted in enumerate(self.logprob_ids[slot]):
                 ids[i, k] = logprob(context, wanted)

@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import functools
 import graphlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,20 +20,18 @@ ROOT = Path(__file__).resolve().parent.parent
 #: each other. A room is a package or module directly under jserve/, or a whole package beside it.
 LAYERS = (
     ("__main__",),
-    ("server", "bench", "doctor"),
-    ("lang", "router"),
+    ("server", "bench"),
+    ("lang",),
     ("engine",),
-    ("scheduler", "runner", "tokenizer", "transfer"),
-    ("speculative",),
-    ("lora", "grammar", "sampling"),
+    ("scheduler", "runner", "tokenizer"),
+    ("grammar", "sampling"),
     ("models",),
     ("layers",),
     ("weights", "cache"),
-    ("quantization",),
     ("batch",),
     ("plan",),
     ("config", "metrics", "parsers"),
-    ("types",),
+    ("types", "processes"),
     ("errors",),
     ("pallas_kernels", "sharding"),
 )
@@ -48,19 +47,19 @@ STANDALONE = {
 HOST_ONLY = (
     *("jserve.__main__", "jserve.config", "jserve.types", "jserve.plan", "jserve.errors"),
     *("jserve.metrics", "jserve.scheduler", "jserve.cache.manager", "jserve.cache.radix"),
-    *("jserve.cache.pages", "jserve.cache.host_tier", "jserve.grammar", "jserve.tokenizer"),
-    *("jserve.server", "jserve.router", "jserve.lang", "jserve.parsers", "jserve.engine.engine"),
+    *("jserve.cache.pages", "jserve.processes", "jserve.grammar", "jserve.tokenizer"),
+    *("jserve.server", "jserve.lang", "jserve.parsers", "jserve.engine.engine"),
     *("jserve.engine.ipc",),
 )
 
 #: Exempt from that, each file by name: the only importer of xgrammar, which imports torch.
 HEAVY = {"jserve.grammar.xgrammar_backend"}
 
-#: Imports inside functions: where a command, a model family, a grammar backend or the engine's own
-#: process is chosen, and where triton, which is an extra, is needed.
+#: Imports inside functions: where a command, the Python API or a grammar backend is chosen, and
+#: where triton, which is an extra, is needed.
 LAZY = {
-    *("jserve", "jserve.__main__", "jserve.models.registry", "jserve.engine.engine"),
-    *("jserve.grammar.choice", "pallas_kernels.attention.jax_triton"),
+    *("jserve", "jserve.__main__", "jserve.grammar.choice"),
+    "pallas_kernels.attention.jax_triton",
 }
 
 
@@ -106,10 +105,12 @@ def imports_of(module: str) -> Iterator[Import]:
             # `from jserve.cache import pages` names a module, `from jserve.plan import Kind` not
             whole = [f"{node.module}.{alias.name}" for alias in node.names]
             names = [name if name in modules() else str(node.module) for name in whole]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "importlib.import_module":
+            names = [one.value for one in node.args if isinstance(one, ast.Constant)]
         else:
             continue
         for name in dict.fromkeys(names):
-            yield Import(module, name, node.lineno, id(node) in nested)
+            yield Import(module, str(name), node.lineno, id(node) in nested)
 
 
 @functools.cache
@@ -129,12 +130,21 @@ def ours(target: str) -> bool:
 def test_the_walk_sees_the_imports_of_the_house() -> None:
     seen = {(found.importer, found.target) for found in all_imports()}
     assert ("jserve.types.logprobs", "jserve.errors") in seen
-    assert ("jserve.config.tree", "yaml") in seen
+    assert ("jserve.config.yaml_file", "yaml") in seen
     assert ("sharding.rules", "jax") in seen
 
 
-def test_every_room_has_a_place_in_the_table() -> None:
-    assert {room(module) for module in modules()} - {""} <= set(LEVEL)
+def test_every_room_has_a_place_in_the_table_and_every_place_a_room() -> None:
+    assert {room(module) for module in modules()} - {""} == set(LEVEL)
+
+
+def test_every_name_of_the_rules_matches_something() -> None:
+    whole = {".".join(name.split(".")[:size]) for name in modules() for size in range(1, 9)}
+    assert sorted({*HOST_ONLY, *HEAVY, *STANDALONE} - whole) == []
+    lazy = {found.importer for found in all_imports() if found.nested and ours(found.target)}
+    assert sorted(LAZY - lazy) == []
+    used = {found.target.partition(".")[0] for found in all_imports()}
+    assert sorted({name for names in STANDALONE.values() for name in names} - used) == []
 
 
 def test_imports_go_downward_only() -> None:
@@ -255,13 +265,50 @@ def test_every_module_says_what_it_owns() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_every_function_is_annotated() -> None:
+def bare_parts(function: ast.FunctionDef | ast.AsyncFunctionDef, method: bool) -> list[str]:
+    """Parameters without an annotation, and "return" without one; a method's first needs none."""
+    marks = [ast.unparse(mark) for mark in function.decorator_list]
+    if any("triton.jit" in mark for mark in marks):
+        return []
+    given = function.args
+    named = [*given.posonlyargs, *given.args][1 if method and "staticmethod" not in marks else 0 :]
+    rest = [one for one in (given.vararg, given.kwarg) if one is not None]
+    bare = [one.arg for one in (*named, *given.kwonlyargs, *rest) if one.annotation is None]
+    return [*bare, *(["return"] if function.returns is None else [])]
+
+
+def bare_functions(source: ast.Module) -> Iterator[str]:
+    methods = {
+        id(one) for node in ast.walk(source) if isinstance(node, ast.ClassDef) for one in node.body
+    }
+    for node in ast.walk(source):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if bare := bare_parts(node, id(node) in methods):
+            yield f"{node.lineno} {node.name}: {', '.join(bare)}"
+
+
+def test_every_parameter_and_result_is_annotated() -> None:
+    sample = "class A:\n    def f(self, a, *b: int, c: int = 1, **d): ...\ndef g(x) -> int: ..."
+    assert list(bare_functions(ast.parse(sample))) == ["3 g: x", "2 f: a, d, return"]
     wrong = [
-        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
+        f"{path.relative_to(ROOT)}:{bare}"
         for path in modules().values()
-        for node in ast.walk(tree(path))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and node.returns is None
-        and not any("triton.jit" in ast.unparse(mark) for mark in node.decorator_list)
+        for bare in bare_functions(tree(path))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_docstrings_and_comments_name_files_that_there_are() -> None:
+    there = {
+        path.name
+        for top in ("jserve", "pallas_kernels", "sharding", "tests", "scripts")
+        for path in (ROOT / top).rglob("*.py")
+    }
+    wrong = [
+        f"{path.relative_to(ROOT)} names {name}"
+        for path in modules().values()
+        for name in re.findall(r"\b\w+\.py\b", path.read_text(encoding="utf-8"))
+        if name not in there
     ]
     assert not wrong, "\n".join(wrong)

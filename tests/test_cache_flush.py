@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -67,8 +68,8 @@ def test_flush_is_refused_while_busy_and_waits_if_told(engine: Engine) -> None:
     assert cached_tokens(engine) == 0
 
 
-@pytest.mark.parametrize("timeout", [-1, float("nan"), float("inf")])
-def test_a_timeout_that_is_no_time_is_refused(engine: Engine, timeout: float) -> None:
+@pytest.mark.parametrize("timeout", [-1, float("nan"), float("inf"), None, "1", True, [1]])
+def test_a_timeout_that_is_no_time_is_refused(engine: Engine, timeout: Any) -> None:
     with pytest.raises(RequestError, match="timeout"):
         engine.flush_cache(timeout=timeout)
 

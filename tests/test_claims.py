@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Coroutine, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator
 from typing import Any
 
+import httpx
 import pytest
 from test_batch_warmup import PREFIX, TAILS
 from test_grammar_engine import start
@@ -16,6 +17,7 @@ from jserve.engine.client import EngineClient
 from jserve.engine.core import EngineCore
 from jserve.engine.engine import Engine
 from jserve.errors import EngineDeadError, RequestError
+from jserve.server.app import create_app
 from jserve.types import GenerateRequest, SamplingParams, Submit
 
 
@@ -185,8 +187,56 @@ def test_a_request_whose_engine_died_before_it_was_sent_frees_its_ids(
 
 def test_a_batch_that_names_an_id_twice_is_refused_and_frees_it(engine: Engine) -> None:
     async def run() -> None:
-        with pytest.raises(RequestError, match="rid b_0 is in use"):
+        with pytest.raises(RequestError, match="rid b_0 is in this batch twice"):
             await collect(engine, [REQUESTS["batch"][0], REQUESTS["batch"][0]])
         assert is_free(engine._client)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("rids", "ns", "twice"),
+    [(["a", "b", "a"], (1, 1, 1), "a"), (["a", "a"], (2, 2), "a_0"), (["a", "a_1"], (2, 1), "a_1")],
+)
+def test_an_id_that_a_batch_uses_twice_is_not_called_another_requests(
+    engine: Engine, rids: list[str], ns: tuple[int, ...], twice: str
+) -> None:
+    def refused(send: Callable[[], Any]) -> None:
+        with pytest.raises(RequestError, match=f"rid {twice} is in this batch twice") as error:
+            send()
+        assert error.value.param == "rid" and "in use" not in str(error.value)
+        assert is_free(engine._client)
+
+    requests = [asked(rid, "hello", n) for rid, n in zip(rids, ns, strict=True)]
+    params = [{"max_new_tokens": 2, "n": n} for n in ns]
+    prompts = ["hello"] * len(rids)
+    refused(lambda: asyncio.run(collect(engine, requests)))
+    refused(lambda: engine.generate(prompts, params, rid=rids))
+    refused(lambda: list(engine.generate(prompts, params, rid=rids, stream=True)))
+    body = {"text": prompts, "sampling_params": params, "rid": rids}
+    for stream in (False, True):
+        reply = post(engine, "/generate", body | {"stream": stream})
+        assert reply.status_code == 400 and f"rid {twice} is in this batch twice" in reply.text
+        if len(set(rids)) == len(rids):
+            continue  # /v1 has one n for all
+        body_v1 = {"prompt": prompts, "rid": rids, "n": ns[0], "stream": stream}
+        reply = post(engine, "/v1/completions", body_v1)
+        assert reply.status_code == 400 and f"rid {rids[0]} is in this batch twice" in reply.text
+
+
+def test_an_id_of_another_request_is_told_as_such_to_a_batch(engine: Engine) -> None:
+    async def run() -> None:
+        match = "rid b is in use by an open request"
+        with engine._client.claim(["b"]), pytest.raises(RequestError, match=match):
+            await collect(engine, [asked("a", "hello"), asked("b", "hello")])
+
+    asyncio.run(run())
+
+
+def post(engine: Engine, path: str, body: dict[str, Any]) -> httpx.Response:
+    async def send() -> httpx.Response:
+        transport = httpx.ASGITransport(app=create_app(engine, engine.config))
+        async with httpx.AsyncClient(transport=transport, base_url="http://jserve") as client:
+            return await client.post(path, json=body)
+
+    return asyncio.run(send())

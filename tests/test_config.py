@@ -7,9 +7,11 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
+import yaml
 
 from jserve.config import (
     Config,
@@ -125,6 +127,37 @@ def test_the_command_line_switches_off_what_the_file_switches_on(tmp_path: Path)
         ("model-path: [unclosed\n", "cannot be read"),
         ("model-path: m\npage-sise: 4\n", "did you mean --page-size"),
         ("model-path: m\npage-size: big\n", r"--page-size must be int \| None, got 'big'"),
+        ("model-path: m\nport: 1\n\nport: 2\n", "line 4: port was given in line 2; give it once"),
+        ("page-size: 4\nmodel-path: m\npage_size: 4\n", "line 3: page_size was given in line 1"),
+        ("model: m\nmodel-path: m\n", "line 2: model-path was given in line 1"),
+        ("model: m\nno-enable-metrics: true\n", "command line; write enable-metrics: false"),
+        ("model: m\nno_log_requests: false\n", "command line; write log-requests: false"),
+        ("model: m\nno-such-flag: true\n", "unknown option --no-such-flag"),
+        ("model: m\n--page-size: 4\n", "line 2: write page-size, without dashes in front"),
+        ("model: m\ncache: {page-size: 4}\n", "line 2: cache must be one value, not a mapping"),
+        ("model: m\npage-size: [4]\n", "line 2: page-size must be one value, not a list"),
+        ("model: m\n1: 4\n", "unknown option --1"),
+        ("model: m\ntrue: 4\n", "unknown option --true"),
+        ("model: m\n? [a, b]\n: 4\n", "line 2: a list is no name of a flag"),
+        ("model: m\n<<: {page-size: 4}\n", "line 2: << must be one value, not a mapping"),
+        ("model: m\n'': 4\n", "unknown option --"),
+        ("model: m\nport:\n", "--port must be int, got None"),
+        ("model: m\nport: 'x'\n", "--port must be int, got 'x'"),
+        ("model: m\nport: '30000'\n", "--port must be int, got '30000'"),
+        ("model: m\nport: 0x10\n", "--port must be int, got '0x10'"),
+        ("model: m\nport: 50:00\n", "--port must be int, got '50:00'"),
+        ("model: m\nport: 1.0\n", "--port must be int, got '1.0'"),
+        ("model: m\nport: on\n", "--port must be int, got 'on'"),
+        ("model: m\nenable-metrics: 1\n", "--enable-metrics must be bool, got '1'"),
+        ("model: m\nenable-metrics: 'yes'\n", "--enable-metrics must be bool, got 'yes'"),
+        ("model: m\nenable-metrics:\n", "--enable-metrics must be bool, got None"),
+        ("model: m\n--- \nmodel: n\n", "cannot be read: expected a single document"),
+        ("a: &a [1]\nb: *c\n", "cannot be read: found undefined alias"),
+        ("[" * 5000, "cannot be read"),
+        ("", "must map flag names to values, but is empty"),
+        ("# nothing\n", "but is empty"),
+        ("m", "but holds one value"),
+        ("\0", "cannot be read"),
     ],
 )
 def test_a_bad_yaml_file_is_one_clear_error(tmp_path: Path, text: str, message: str) -> None:
@@ -135,9 +168,67 @@ def test_a_bad_yaml_file_is_one_clear_error(tmp_path: Path, text: str, message: 
     assert "\n" not in str(error.value)
 
 
+def test_a_yaml_file_is_read_as_the_command_line_is(tmp_path: Path) -> None:
+    """Not as YAML 1.1 would: off is no text there, 0123 octal, 12:30 a number, 1e5 a text."""
+    file = tmp_path / "serve.yaml"
+    text = {"recompile-guard": "off", "api-key": "0123", "revision": "1e5"}
+    text |= {"served-model-name": "yes", "tokenizer-path": "2024-01-01", "host": "12:30"}
+    numbers = {"port": "030000", "context-length": "1_000", "watchdog-timeout": "1e5"}
+    given = {**text, **numbers, "schedule-conservativeness": "2", "tp": "2", "model": "m"}
+    switches = "enable-metrics: yes\nlog-requests: ON\nenable-trace: no\n"
+    nothing = "page-size:\nchat-template: ~\n"
+    lines = [f"{name}: {value}\n" for name, value in given.items()]
+    file.write_text("".join(lines) + switches + nothing)
+    flags = [word for name, value in given.items() for word in ("--" + name, value)]
+    expected = parse(*flags, "--enable-metrics", "--log-requests")
+    assert Config.from_yaml(str(file)) == expected
+    assert expected.execution.recompile_guard == "off" and expected.server.api_key == "0123"
+    assert expected.server.port == 30000 and expected.server.watchdog_timeout == 1e5
+
+
+def test_what_yaml_writes_of_a_configuration_is_read_as_that(tmp_path: Path) -> None:
+    odd = ["off", "0123", "null", "a: b", "# no", "x\ny  ", "12:30", "'q\"", "word " * 40]
+    given: list[dict[str, Any]] = [{"chat_template": text} for text in odd]
+    given += [{"watchdog_timeout": number} for number in (1e6, 2.5, 3)]
+    file = tmp_path / "serve.yaml"
+    for flags in given:
+        config = Config.from_flags(model_path="m", enable_metrics=True, **flags)
+        file.write_text(yaml.safe_dump(config.flat()))
+        assert Config.from_yaml(str(file)) == config, flags
+
+
+def test_a_yaml_file_that_refers_to_itself_over_and_over_is_refused_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    lines = [f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 64)]
+    file.write_text("model: &a0 m\n" + "".join(lines))
+    with pytest.raises(ConfigError, match="line 2: a1 must be one value") as error:
+        Config.from_yaml(str(file))
+    assert len(str(error.value)) < 200
+
+
+def test_a_folder_is_no_yaml_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: .* Is a directory"):
+        Config.from_yaml(str(tmp_path))
+
+
+def test_a_negated_switch_is_not_for_python_nor_called_unknown_where_its_section_is_not() -> None:
+    with pytest.raises(ConfigError, match="command line; write enable_metrics=False"):
+        Config.from_flags(model_path="m", no_enable_metrics=True)
+    message = "--no-enable-metrics is not for this command"
+    assert unknown_option("no_enable_metrics") == message
+    assert unknown_option("no_page_size").startswith("unknown option --no-page-size")
+
+
 def test_a_missing_yaml_file_is_named() -> None:
     with pytest.raises(ConfigError, match=r"--config /nowhere\.yaml cannot be read"):
         Config.from_yaml("/nowhere.yaml")
+
+
+def test_short_names_are_those_of_the_command_line() -> None:
+    config = Config.from_flags(model="m", tp=2)
+    assert (config.model.model_path, config.execution.tp_size) == ("m", 2)
+    with pytest.raises(ConfigError, match="tp and tp_size are one option; give it once"):
+        Config.from_flags(model_path="m", tp=2, tp_size=2)
 
 
 def test_an_unknown_option_names_the_nearest() -> None:
@@ -153,9 +244,24 @@ def test_an_unknown_option_names_the_nearest() -> None:
         ({"page_size": "16"}, r"--page-size must be int \| None, got '16'"),
         ({"page_size": True}, r"--page-size must be int \| None, got True"),
         ({"tp_size": None}, "--tp-size must be int, got None"),
+        ({"dp_size": 10**20}, r"--dp-size must be in \[1, 4096\], got 1"),
+        ({"max_total_tokens": 10**20}, r"--max-total-tokens must be in \[1, 2000000000\], got 1"),
+        ({"watchdog_timeout": math.inf}, r"--watchdog-timeout must be in \[1, 1000000\], got inf"),
+        ({"grammar_compile_timeout": 1e20}, "--grammar-compile-timeout must be in"),
+        ({"req_running_timeout": math.nan}, "--req-running-timeout must be in .*, got nan"),
+        ({"schedule_conservativeness": math.inf}, "--schedule-conservativeness must be in"),
+        (
+            {"tokenizer_path": ""},
+            "--tokenizer-path must be a text without blanks around it, got ''",
+        ),
+        ({"revision": " "}, "--revision must be a text"),
+        ({"served_model_name": ""}, "--served-model-name must be a text"),
+        ({"chat_template": "\n"}, "--chat-template must be a file or a Jinja text"),
+        ({"otlp_traces_endpoint": "a b"}, "--otlp-traces-endpoint must be an address"),
+        ({"compilation_cache_dir": ""}, "--compilation-cache-dir must be a text"),
         ({"page_size": 0}, r"--page-size must be in \[1, 1024\], got 0"),
         ({"port": 65536}, "--port must be in"),
-        ({"tp_size": 0}, "--tp-size must be >= 1, got 0"),
+        ({"tp_size": 0}, r"--tp-size must be in \[1, 4096\], got 0"),
         ({"tp_size": 1.5}, "--tp-size must be int, got 1.5"),
         ({"disable_radix_cache": "yes"}, "--disable-radix-cache must be bool, got 'yes'"),
         ({"dtype": "half"}, "--dtype must be one of auto, float32, bfloat16, got half"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from pathlib import Path
 
 import jax
 import pytest
@@ -56,8 +57,38 @@ def test_more_gpus_than_there_are_is_refused_with_what_would_do(
     assert not os.environ, "no driver, no GPUs: nothing to claim"
 
 
-def test_the_driver_is_asked_in_another_process() -> None:
-    assert devices._num_gpus() >= 0
+DRIVER = """
+import os
+from pathlib import Path
+
+class c_int:
+    def __init__(self, value):
+        self.value = value
+
+class CDLL:
+    def __init__(self, name):
+        assert name == "libcuda.so.1" and os.getppid() == {parent}
+
+    def cuInit(self, flags):
+        return {broken}
+
+    def cuDeviceGetCount(self, count):
+        count.value = 3
+        return 0
+
+def byref(count):
+    return count
+"""
+
+
+@pytest.mark.parametrize(("text", "count"), [(DRIVER, 3), (DRIVER, 0), ("CDLL = None", 0)])
+def test_the_driver_is_asked_in_another_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, count: int
+) -> None:
+    text = text.replace("{parent}", str(os.getpid())).replace("{broken}", str(int(not count)))
+    (tmp_path / "ctypes.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert devices._num_gpus() == count
 
 
 @pytest.mark.parametrize(
@@ -129,3 +160,19 @@ def test_each_rank_tells_of_its_cache_at_a_port_of_its_own() -> None:
     assert kv_events_options(high, 1) is not None
     with pytest.raises(ConfigError, match="leaves no port for data-parallel rank=2"):
         check_together(Config.from_flags(model_path="m", kv_events_config=high, dp_size=3))
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [(AssertionError(), "there is none"), (RuntimeError("no\ncard"), "here: no card")],
+)
+def test_a_device_that_does_not_start_is_named(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, why: str
+) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(jax, "devices", fail)
+    named = Config.from_flags(model_path="m", device="gpu")
+    with pytest.raises(ConfigError, match=f"--device gpu cannot be used .*{why}"):
+        devices.own_devices(named)

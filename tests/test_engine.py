@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from fake_engine import CONTEXT, VOCAB, ByteTokenizer, continuation
 
+from jserve.config import Config
 from jserve.engine.engine import Engine, render_output, sampling_from_dict
 from jserve.engine.ranges import check_ranges
 from jserve.engine.requests import expand
@@ -283,6 +284,9 @@ BAD = [
     ({"prompt": "a", "sampling_params": {"regex": "a+", "ebnf": "x"}}, "ebnf"),
     ({"prompt": ["a", "b"], "sampling_params": [{}]}, "sampling_params"),
     ({"prompt": ["a", "b"], "return_logprob": [True]}, "return_logprob"),
+    ({"prompt": ["a", "b"], "return_logprob": [True, 1]}, "return_logprob"),
+    ({"prompt": "a", "return_logprob": "false"}, "return_logprob"),
+    ({"prompt": "a", "return_logprob": 1}, "return_logprob"),
     ({"prompt": "a", "return_logprob": True, "logprob_start_len": 2}, "logprob_start_len"),
     ({"prompt": "a", "return_logprob": True, "top_logprobs_num": 21}, "top_logprobs_num"),
     ({"prompt": "a", "return_logprob": True, "token_ids_logprob": [999]}, "token_ids_logprob"),
@@ -525,5 +529,8 @@ def test_start_up_errors_are_raised_by_the_constructor(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["FooForCausalLM"]}')
     with pytest.raises(ConfigError, match="FooForCausalLM is not supported; known: Llama"):
         Engine(model_path=str(tmp_path), inline=True, builder="fake_engine:build")
+    whole = Config.from_flags(model_path="m")
+    with pytest.raises(ConfigError, match="without it: model_path, nonsense, page_size"):
+        Engine("other", config=whole, page_size=7, nonsense=True)
     with pytest.raises(ConfigError, match="nonsense"):
         start(nonsense=1)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from jserve.engine.engine import Engine
@@ -60,7 +62,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     named = json.loads((folder / "tokenizer_config.json").read_text())
     files = {
         "config.json": {**SHAPE, "eos_token_id": 2},
-        "generation_config.json": {"eos_token_id": [2, 258, 999]},
+        "generation_config.json": {"eos_token_id": [2, 258, 999], "top_k": 0, "top_p": 0.9},
         "tokenizer_config.json": {**named, "eos_token": "<257>"},
     }
     for name, content in files.items():
@@ -81,6 +83,7 @@ def test_a_built_engine_answers_caches_and_compiles_nothing_while_serving(engine
     assert info["context_length"] == 64 and info["num_slots"] == 2
     assert info["max_total_num_tokens"] >= 2 * 64 and info["weight_bytes"] > 0
     assert engine.model_config.num_layers == 2
+    assert engine.sampling_defaults == {"top_k": -1, "top_p": 0.9}
     prompts = [list(range(5 + i, 25 + i)) for i in range(5)]
     params = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
     alone = [engine.generate(input_ids=ids, sampling_params=params) for ids in prompts]
@@ -155,3 +158,22 @@ def test_a_size_of_a_window_pool_that_is_not_there_is_refused(shape: str) -> Non
     for flags in ({}, {"disable_hybrid_swa_memory": True}):
         with pytest.raises(ConfigError, match="--swa-full-tokens-ratio"):
             Engine(shape, inline=True, swa_full_tokens_ratio=0.5, **flags, **FLAGS)
+
+
+def test_what_an_engine_had_on_its_devices_is_free_as_soon_as_it_is_shut_down(shape: str) -> None:
+    def num_bytes() -> int:
+        return sum(array.nbytes for array in jax.live_arrays())
+
+    gc.collect()
+    gc.disable()  # it may take its time
+    try:
+        before = num_bytes()
+        engine = Engine(shape, inline=True, **FLAGS)
+        params = {"max_new_tokens": 50, "ignore_eos": True}
+        stream = engine.generate(input_ids=[5, 6, 7], sampling_params=params, stream=True)
+        next(stream)  # steps are in flight
+        assert num_bytes() - before > engine.server_info["weight_bytes"] > 0
+        engine.shutdown()
+        assert num_bytes() == before
+    finally:
+        gc.enable()

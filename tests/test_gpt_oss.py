@@ -167,7 +167,7 @@ def test_the_released_shape_is_read() -> None:
         ({"swiglu_alpha": 1.0}, "swiglu_alpha"),
         ({"sliding_window": "many"}, "sliding_window must be a positive integer"),
         ({"quantization_config": {"quant_method": "fp8"}}, "'fp8' .* GptOss.*, only mxfp4"),
-        ({"quantization_config": "mxfp4"}, "quantization_config is no object"),
+        ({"quantization_config": "mxfp4"}, "quantization_config must be an object"),
         ({"architectures": ["LlamaForCausalLM"]}, "'mxfp4' is not supported for LlamaFor"),
     ],
 )

@@ -503,6 +503,11 @@ def test_the_settings_are_json_and_null_is_none():
         ('{"publisher": "zmq", "hwm": 1.5}', "hwm must be int"),
         ('{"publisher": "zmq", "endpoint": "5557"}', "endpoint must be like"),
         ('{"publisher": "zmq", "replay_endpoint": 5558}', "replay_endpoint must be str"),
+        ('{"publisher": "zmq", "endpoint": "tcp://*:99999"}', "must end in a port, at most 65535"),
+        (
+            '{"publisher": "zmq", "replay_endpoint": "tcp://*"}',
+            "replay_endpoint must end in a port",
+        ),
     ],
 )
 def test_settings_that_cannot_be_are_refused_in_words(config: str, words: str):

@@ -16,6 +16,7 @@ from jserve.engine.addresses import Addresses
 from jserve.engine.channel import ApiEnd, EngineEnd
 from jserve.engine.local import local_ends
 from jserve.engine.loop import Loop
+from jserve.engine.step_log import StepLog, line_form
 from jserve.types import (
     Abort,
     CompiledSpec,
@@ -342,6 +343,24 @@ def test_log_lines_have_the_fields_that_tools_parse(caplog: pytest.LogCaptureFix
     decode = [one for one in caplog.messages if one.startswith("Decode batch")]
     assert len(decode) == 9
     assert "#running-req: 1, #token: " in decode[0] and "gen throughput (token/s): " in decode[0]
+
+
+def test_lines_of_ranks_begin_with_whose_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    """Of several in one process each line has its own; in a process of its own, all have one."""
+    caplog.set_level(logging.INFO, "jserve.engine")
+    scheduler = make_scheduler(1)
+    scheduler.submit(Submit(rid="a", prompt_ids=[1] * 4, sampling=SamplingParams()))
+    plan = scheduler.plan()
+    assert plan is not None
+    StepLog(scheduler, page_size=4, interval=1, rank=1).step(plan, time.monotonic())
+    (record,) = caplog.records
+    logging.getLogger("jserve.engine").info("another")
+    other = caplog.records[-1]
+    lines = [(line_form(rank).format(record), line_form(rank).format(other)) for rank in (None, 2)]
+    times = r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
+    for (own, shared), whose in zip(lines, ("", " DP2"), strict=True):
+        assert re.match(times + r" DP1\] Prefill batch, #new-seq: 1", own), own
+        assert re.fullmatch(times + whose + r"\] another", shared), shared
 
 
 def throughputs(caplog: pytest.LogCaptureFixture, kind: str) -> list[float]:

@@ -106,12 +106,24 @@ def test_an_unknown_architecture_lists_the_known_ones():
         ({"max_position_embeddings": "2k"}, "max_position_embeddings"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps must be a number"),
         ({"rope_theta": [1]}, "rope_theta"),
-        ({"rope_scaling": "linear"}, "rope settings must be an object"),
+        ({"rope_scaling": "linear"}, "rope_scaling must be an object, is .linear."),
         ({"text_config": 5}, "text_config must be an object"),
         ({"eos_token_id": "</s>"}, "eos_token_id must be token ids"),
         (
             {"architectures": ["Qwen3ForCausalLM"], "layer_types": ["full_attention"]},
             "layer_types is of 1 layers, num_hidden_layers is 4",
+        ),
+        *(
+            (
+                {
+                    "architectures": [f"{family}ForCausalLM"],
+                    "sliding_window": 9,
+                    "layer_types": ["full_attention", "sliding_attention", kind, "full_attention"],
+                },
+                rf"layer_types\[2\] must be full_attention or sliding_attention, is {kind!r}",
+            )
+            for family in ("GptOss", "Qwen2", "Qwen3", "Qwen2Moe", "Gemma3")
+            for kind in ("chunked_attention", None)
         ),
     ],
 )

@@ -323,7 +323,9 @@ def test_loads_info_and_metrics_tell_the_ranks_apart(three: Engine) -> None:
 
     def shown() -> dict[str, list[Any]]:
         text = asyncio.run(get(three, "/metrics")).text
-        return {family.name: family.samples for family in families(text)}
+        told = families(text)
+        assert [one.name for one in told if one.documentation == one.name.split(":")[1]] == []
+        return {family.name: family.samples for family in told}
 
     wait_until(lambda: sum(three._client.gauges.values.values()) > 0)
     samples = shown()

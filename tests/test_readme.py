@@ -79,6 +79,14 @@ def test_the_files_it_names_exist() -> None:
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
+def test_its_map_has_every_room() -> None:
+    rooms = [path for path in (ROOT / "jserve").iterdir() if not path.name.startswith(("_", "py."))]
+    assert len(rooms) > 15
+    wanted = [f"jserve/{path.name}" for path in rooms] + ["pallas_kernels", "sharding", "configs"]
+    table = README.partition("## Map")[2].partition("To follow")[0]
+    assert [name for name in wanted if f"`{name}`" not in table] == []
+
+
 @pytest.mark.full
 def test_the_server_and_client_commands_work(tmp_path: Path) -> None:
     (server,) = fences("server")

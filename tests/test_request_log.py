@@ -186,6 +186,27 @@ def test_a_client_that_leaves_is_logged_and_a_refusal_of_the_engine_too(lines) -
         assert [name for name, _ in lines()] == ["Receive", "Finish"]
 
 
+@pytest.mark.parametrize("aborted", [False, True])
+def test_a_client_that_leaves_behind_the_end_has_left_nothing(lines, aborted: bool) -> None:
+    async def leave(engine: Engine) -> None:
+        sampling = SamplingParams(max_new_tokens=400 if aborted else 20)
+        request = GenerateRequest(text="x", sampling=sampling, stream=True, rid="late")
+        stream = engine.generate_stream(request)
+        await anext(stream)
+        if aborted:
+            engine.abort("late")
+        while not (await engine.control("flush_cache")).ok:
+            await asyncio.sleep(0.005)
+        await stream.aclose()
+
+    with Server(log_requests=True, log_requests_level=0) as server:
+        asyncio.run(leave(server.engine))
+    (begun, (name, fields)) = lines()
+    assert (begun[0], name, fields["rid"]) == ("Receive", "Finish", "late")
+    assert fields["finish_reason"] == ("abort" if aborted else "length")
+    assert fields.get("completion_tokens") == (None if aborted else 20)
+
+
 def test_the_log_is_changed_while_the_server_runs(lines) -> None:
     with Server() as server:
         path = "/configure_logging"

@@ -292,6 +292,22 @@ def test_nan_logits_end_the_request_with_an_eos_and_leave_nothing_in_the_cache()
     assert sim.cache.tree.evictable_pages == 0 and sim.free_and_cached()
 
 
+@pytest.mark.parametrize(("step", "limit"), [(0, 0), (1, 0), (2, 0), (0, 3), (2, 3)])
+def test_nan_among_a_prompts_scores_ends_the_request_and_leaves_nothing_in_the_cache(step, limit):
+    sim = Simulation(chunked_prefill_size=8)
+    sim.runner.nan_steps = {step}  # of the three chunks
+    sim.scheduler.submit(submit("a", prompt(21), limit, logprobs=LogprobParams(start_len=0)))
+    sim.run()
+    last = sim.deltas["a"][-1]
+    assert last.finish is not None and last.input_logprobs is None
+    assert (last.finish.type, last.finish.matched) == ("stop", "NaN happened")
+    assert sim.outputs("a") == [] and sim.runner.chunks["a"] >= step + 1
+    assert sim.cache.tree.evictable_pages == 0 and sim.free_and_cached()
+    sim.scheduler.submit(submit("b", prompt(21), 0, logprobs=LogprobParams(start_len=0)))
+    sim.run()
+    assert sim.finish("b") == "length" and sim.deltas["b"][-1].cached_tokens == 0
+
+
 # ---- numbers ----
 
 

@@ -12,10 +12,12 @@ import msgspec
 import pytest
 from fake_server_engine import CONTEXT, Api
 
+from jserve.engine.misfit import misfit
 from jserve.errors import RequestError
 from jserve.server import exchange
 from jserve.server.app import create_app
 from jserve.server.protocol import Body, decode
+from jserve.server.replies import error_response
 
 CHAT, TEXT, GEN = "/v1/chat/completions", "/v1/completions", "/generate"
 HELLO = [{"role": "user", "content": "hi"}]
@@ -488,6 +490,7 @@ def test_the_key_guards_everything_but_probes():
         for method, path in (("POST", TEXT), ("GET", "/v1/models"), ("GET", "/server_info")):
             response = api.call(method, path, headers=headers)
             assert response.status_code == 401, (value, path)
+            assert response.headers["www-authenticate"] == "Bearer"
         assert response.json()["error"]["message"]
     for path in ("/health", "/health_generate", "/ready", "/metrics"):
         assert api.call("GET", path).status_code == 200
@@ -572,3 +575,14 @@ def test_a_fault_of_ours_is_a_500_without_its_details():
     api.engine.model_config = None
     response = api.call("POST", TEXT, strict=False, json={"prompt": "a"})
     assert response.status_code == 500 and response.json()["message"] == "Internal error."
+
+
+@pytest.mark.parametrize(
+    ("path", "named"),
+    [(CHAT, "messages: The prompt"), (TEXT, "The prompt"), (GEN, "input_ids: The prompt")],
+)
+def test_a_prompt_that_is_too_long_is_named_once_as_its_route_calls_it(path, named):
+    error = misfit("input_ids", [1] * 9, wanted=1, vocab_size=10, context=5)
+    answer = json.loads(error_response(error, path).body)
+    told = answer["error"]["message"] if path == GEN else answer["message"]
+    assert told == f"{named} has 9 tokens, but the context length is 5."

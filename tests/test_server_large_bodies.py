@@ -6,16 +6,25 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import itertools
+import json
 import threading
 
 import httpx
 import pytest
 from fake_server_engine import CONTEXT, Api
 from starlette.requests import ClientDisconnect, Request
+from test_lang_roles import TEMPLATES
+from test_lang_speed import calls_of
 
 from jserve.server import malformed, native, tokens
+from jserve.server.bodies import ChatBody
+from jserve.server.chat import prompt_ids
 from jserve.server.exchange import LARGE_BODY, MAX_BODY_BYTES, made_of_body
+from jserve.server.protocol import decode
 from jserve.server.sequences import MAX_SEQUENCES
+from jserve.tokenizer.sources import byte_source
+from jserve.tokenizer.tokenizer import Tokenizer
 
 CHAT, TEXT, GEN = "/v1/chat/completions", "/v1/completions", "/generate"
 JSON = {"content-type": "application/json"}
@@ -185,3 +194,19 @@ def test_a_text_that_no_context_holds_is_not_tokenized(prompt):
     assert f"prompt has {2 * CONTEXT + 1} characters, too many for a context" in response.text
     fits = "x" * (2 * CONTEXT)
     assert api.ok("/tokenize", prompt=fits, add_special_tokens=False)["count"] == 2 * CONTEXT
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_a_chat_of_twice_the_messages_takes_at_most_two_and_a_half_times_the_calls(parts):
+    tokenizer = Tokenizer(byte_source(256, templates={"default": TEMPLATES["smol"]}))
+
+    def read(count: int) -> list[int]:
+        content = [{"type": "text", "text": "a word"}] if parts else "a word"
+        roles = itertools.cycle(("user", "assistant"))
+        messages = [{"role": next(roles), "content": content} for _ in range(count)]
+        raw = json.dumps({"messages": messages}).encode()
+        return prompt_ids(tokenizer, decode(raw, ChatBody))
+
+    assert len(read(8)) > 8 * len("a word")
+    small, large = (calls_of(read, size) for size in (400, 800))
+    assert small > 400 and large < 2.5 * small, f"{small=} {large=}"

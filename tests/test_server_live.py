@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import openai
+import psutil
 import pytest
 import uvicorn
 from fake_server_engine import Api, expected
@@ -128,7 +129,7 @@ def test_an_http_2_preface_is_refused_and_the_server_goes_on(live):
 
 
 SCRIPT = """
-import sys, threading, time
+import multiprocessing, sys, threading, time
 from fake_server_engine import FakeEngine
 from jserve.__main__ import main
 from jserve.errors import ConfigError
@@ -142,6 +143,13 @@ class Late(FakeEngine):
         if fate == "refuse":
             raise ConfigError("no such model")
         engine = cls(config)
+        if fate == "stubborn":  # so is its process
+            child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+            child.start()
+            print("child", child.pid, flush=True)
+            engine.shutdown = child.join
+        if fate == "downloading":
+            threading.Thread(target=time.sleep, args=(60,), daemon=False).start()
         if fate == "die":
             threading.Timer(1.0, engine.die).start()
         return engine
@@ -189,6 +197,10 @@ def read_until(process, word):
     raise AssertionError(f"{word} never came")
 
 
+def rest(process):
+    return process.stdout.read()
+
+
 def test_the_server_answers_503_while_it_starts_and_stops_cleanly_on_sigterm():
     with serving(1.5, "live") as process:
         url = read_until(process, "listening at").split(" at ")[1].split(";")[0]
@@ -207,6 +219,41 @@ def test_a_signal_while_loading_stops_the_server():
         read_until(process, "listening at")
         process.send_signal(signal.SIGINT)
         assert process.wait(10) == 0
+
+
+@pytest.mark.parametrize("open_stream", [True, False])
+def test_a_second_sigint_ends_the_server_at_once_with_one_line_and_leaves_no_process(open_stream):
+    with serving(0.0, "stubborn") as process, contextlib.ExitStack() as stack:
+        child = psutil.Process(int(read_until(process, "child").split()[1]))
+        url = read_until(process, "ready at").split()[-1]
+        if open_stream:
+            body = HANG | {"stream": True}
+            stream = stack.enter_context(httpx.stream("POST", f"{url}/generate", json=body))
+            lines = stream.iter_lines()
+            assert next(lines).startswith("data: ")
+        process.send_signal(signal.SIGINT)
+        read_until(process, "shutting down")
+        time.sleep(0.3)
+        assert process.poll() is None, "it waits for the stream, or for its engine"
+        started = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 130
+        assert time.monotonic() - started < 2
+        said = rest(process).splitlines()
+        assert said == ["jserve: interrupted again; ended at once, open requests are lost"]
+        wait_for(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+
+
+def test_a_sigint_after_the_end_does_not_wait_for_threads_that_go_on():
+    with serving(0.0, "downloading") as process:
+        read_until(process, "ready at")
+        process.send_signal(signal.SIGINT)
+        read_until(process, "shutting down")
+        time.sleep(0.5)
+        assert process.poll() is None, "a thread goes on"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(2) == 130
+        assert rest(process).startswith("jserve: interrupted again")
 
 
 def test_a_model_that_cannot_load_ends_the_server_with_its_message():

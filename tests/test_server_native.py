@@ -270,3 +270,11 @@ def test_metrics_are_there_only_when_asked_for():
     assert Api().call("GET", "/metrics").status_code == 404
     response = Api(enable_metrics=True).call("GET", "/metrics")
     assert response.status_code == 200 and "# HELP" in response.text
+
+
+def test_logprobs_of_the_tokens_drawn_may_be_asked_for_by_name():
+    api = Api()
+    asked = {"text": "abc", "sampling_params": {"max_new_tokens": 1}}
+    api.ok("/generate", **asked, sampling_logprobs_mode="selected")
+    response = api.post("/generate", **asked, sampling_logprobs_mode="support")
+    assert response.status_code == 400 and "sampling_logprobs_mode" in response.text

@@ -184,9 +184,9 @@ def test_every_sampling_field_reaches_the_engine():
     assert (request.extra_key, request.cache_salt) == ("e", "s")
 
 
-def test_generation_config_fills_what_a_chat_request_leaves_open():
+def test_the_models_own_defaults_fill_what_a_chat_request_leaves_open():
     api = Api()
-    api.engine.generation_config = {"temperature": 0.6, "top_k": 0, "top_p": 0.8, "max_length": 9}
+    api.engine.sampling_defaults = {"temperature": 0.6, "top_k": -1, "top_p": 0.8}
     api.ok(CHAT, messages=HELLO, max_tokens=1, top_p=0.5)
     sampling = api.engine.requests[-1].sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.6, -1, 0.5)

@@ -225,4 +225,4 @@ def test_who_leaves_without_reading_the_end_counts_as_what_it_was() -> None:
         shown = samples(engine.metrics)
     assert shown["num_requests_total/true"] == 1 and shown["num_aborted_requests_total"] == 0
     assert shown["generation_tokens_total/true"] == 20
-    assert ends == [None]
+    assert [(end.finish.type, end.completion_tokens) for end in ends] == [("length", 20)]

@@ -36,6 +36,8 @@ def kv_events_options(text: str | None, rank: int = 0) -> KvEventsOptions | None
         if value is not None and "://" not in value:
             example = "tcp://*:5557 or ipc://events.sock"
             raise ConfigError(f"{_FLAG}: {name} must be like {example}, got {value!r}")
+        if value is not None and value.startswith("tcp://"):
+            _check_port(name, value)
     if options.publisher == "null":
         return None
     own = {name: value and _endpoint_of(rank, value, name) for name, value in endpoints.items()}
@@ -57,6 +59,14 @@ def check_apart(text: str | None, num_ranks: int) -> None:
                     f"{_FLAG}: {value} is the {seen[value]} and the {who}; leave --dp-size ports "
                     "between endpoint and replay_endpoint"
                 )
+
+
+def _check_port(name: str, endpoint: str) -> None:
+    """ZMQ would take the lowest 16 bits of any number."""
+    port = endpoint.rpartition(":")[2]
+    if port != "*" and not (port.isdecimal() and int(port[:9]) < 65536):
+        rule = f"{name} must end in a port, at most 65535"
+        raise ConfigError(f"{_FLAG}: {rule}, got {endpoint!r}")
 
 
 def _endpoint_of(rank: int, endpoint: str, name: str) -> str:

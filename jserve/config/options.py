@@ -33,6 +33,12 @@ def _option(
 #: How Prometheus begins the name of a metric.
 _METRIC = (r"[a-zA-Z_:][a-zA-Z0-9_:]*", "letters, digits, _ and :, with no digit in front")
 _TEXT = (r"\S(.*\S)?", "a text without blanks around it")
+_ADDRESS = (r"\S+", "an address, without blanks")
+_NOT_EMPTY = (r"(?s).*\S.*", "a file or a Jinja text")
+#: Seconds: what waits takes no more (poll counts milliseconds in 32 bits).
+_LONGEST = 1_000_000
+_MOST_DEVICES = 4096  # along one axis
+_MOST_TOKENS = 2_000_000_000  # pages are counted in 32 bits
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +48,8 @@ class ModelOptions:
     model_path: str = _option(
         "", "directory, hub id, .gguf, Orbax, configs/*.json, or smollm2-135m", also="--model"
     )
-    tokenizer_path: str | None = _option(None, "directory or hub id [the model's]")
-    revision: str | None = _option(None, "branch, tag or commit on the hub")
+    tokenizer_path: str | None = _option(None, "directory or hub id [the model's]", form=_TEXT)
+    revision: str | None = _option(None, "branch, tag or commit on the hub", form=_TEXT)
     load_format: str = _option(
         "auto", "dummy is random weights", choices="auto safetensors gguf orbax dummy"
     )
@@ -51,8 +57,8 @@ class ModelOptions:
         "auto", "the checkpoint's, float32 on CPU", choices="auto float32 bfloat16"
     )
     context_length: int | None = _option(None, "longest prompt + output [the model's]", low=2)
-    served_model_name: str | None = _option(None, "name in the API [model-path]")
-    chat_template: str | None = _option(None, "Jinja file or text [the model's]")
+    served_model_name: str | None = _option(None, "name in the API [model-path]", form=_TEXT)
+    chat_template: str | None = _option(None, "Jinja file or text [the model's]", form=_NOT_EMPTY)
     random_seed: int | None = _option(None, "seed of unseeded requests [random]")
 
 
@@ -71,8 +77,10 @@ class ServerOptions:
     log_level: str = _option("info", "least level", choices="debug info warning error critical")
     log_requests_level: int = _option(2, "0: facts, … 3: whole texts", low=0, high=3)
     decode_log_interval: int = _option(40, "decode steps between two log lines", low=1)
-    watchdog_timeout: float = _option(300.0, "seconds that one step may take", low=1)
-    soft_watchdog_timeout: float | None = _option(None, "seconds until stacks are logged", low=0.1)
+    watchdog_timeout: float = _option(300.0, "seconds that one step may take", low=1, high=_LONGEST)
+    soft_watchdog_timeout: float | None = _option(
+        None, "seconds until stacks are logged", low=0.1, high=_LONGEST
+    )
     kv_events_config: str | None = _option(None, "JSON: publisher, endpoint … of cache events")
     reasoning_parser: str | None = _option(
         None,
@@ -80,7 +88,7 @@ class ServerOptions:
         choices="deepseek-r1 deepseek-v3 qwen3 qwen3-thinking",
     )
     enable_trace: bool = _option(False, "OpenTelemetry traces of requests")
-    otlp_traces_endpoint: str = _option("localhost:4317", "where traces are sent")
+    otlp_traces_endpoint: str = _option("localhost:4317", "where traces are sent", form=_ADDRESS)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +98,9 @@ class CacheOptions:
     mem_fraction_static: float | None = _option(
         None, "memory share of weights and KV [by device]", low=0.01, high=0.99
     )
-    max_total_tokens: int | None = _option(None, "tokens in the KV pool [by memory]", low=1)
+    max_total_tokens: int | None = _option(
+        None, "tokens in the KV pool [by memory]", low=1, high=_MOST_TOKENS
+    )
     page_size: int | None = _option(
         None, "tokens in a page [16; on TPU more, if page tables need it]", low=1, high=1024
     )
@@ -135,7 +145,9 @@ class SchedulerOptions:
     schedule_policy: str = _option(
         "fcfs", "order of the queue", choices="fcfs lpm random lof dfs-weight"
     )
-    schedule_conservativeness: float = _option(1.0, "higher: admit fewer, retract fewer", low=0)
+    schedule_conservativeness: float = _option(
+        1.0, "higher: admit fewer, retract fewer", low=0, high=1000
+    )
     enable_priority_scheduling: bool = _option(
         False, "requests' priorities order the queue [cache eviction by priority uses them only]"
     )
@@ -151,8 +163,12 @@ class SchedulerOptions:
     retraction_policy: str = _option(
         "length", "who gives way when pages run out", choices="length priority"
     )
-    req_waiting_timeout: float | None = _option(None, "seconds in the queue before 503", low=0.001)
-    req_running_timeout: float | None = _option(None, "seconds running before 503", low=0.001)
+    req_waiting_timeout: float | None = _option(
+        None, "seconds in the queue before 503", low=0.001, high=_LONGEST
+    )
+    req_running_timeout: float | None = _option(
+        None, "seconds running before 503", low=0.001, high=_LONGEST
+    )
     disable_overlap_schedule: bool = _option(False, "plan a step only after the last one")
 
 
@@ -161,17 +177,23 @@ class ExecutionOptions:
     """execution: devices, kernels, compilation"""
 
     device: str = _option("auto", "platform", choices="auto cpu gpu tpu")
-    tp_size: int = _option(1, "tensor parallel devices", low=1, also="--tp")
-    dp_size: int = _option(1, "engines side by side, each with its devices", low=1, also="--dp")
+    tp_size: int = _option(1, "tensor parallel devices", low=1, high=_MOST_DEVICES, also="--tp")
+    dp_size: int = _option(
+        1, "engines side by side, each with its devices", low=1, high=_MOST_DEVICES, also="--dp"
+    )
     enable_dp_attention: bool = _option(False, "--dp-size ranks of attention in --tp-size")
-    ep_size: int = _option(1, "times as many, which share the experts", low=1, also="--ep")
+    ep_size: int = _option(
+        1, "times as many, which share the experts", low=1, high=_MOST_DEVICES, also="--ep"
+    )
     attention_backend: str | None = _option(
         None,
         "[the first that fits]",
         choices="reference xla mosaic_gpu pallas_triton jax_triton mosaic_tpu",
     )
     recompile_guard: str = _option("warn", "on a compilation after ready", choices="off warn error")
-    compilation_cache_dir: str = _option("~/.cache/jserve/compile", "compiled programs; off: none")
+    compilation_cache_dir: str = _option(
+        "~/.cache/jserve/compile", "compiled programs; off: none", form=_TEXT
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,8 +203,10 @@ class GrammarOptions:
     grammar_backend: str | None = _option(
         None, "[xgrammar where installed, else llguidance]", choices="xgrammar llguidance none"
     )
-    grammar_compile_timeout: float = _option(30.0, "seconds for one grammar", low=0.1)
-    grammar_compile_memory_mb: int = _option(2048, "memory for one grammar", low=64)
+    grammar_compile_timeout: float = _option(
+        30.0, "seconds for one grammar", low=0.1, high=_LONGEST
+    )
+    grammar_compile_memory_mb: int = _option(2048, "memory for one grammar", low=64, high=1 << 30)
     grammar_jump_forward: bool = _option(False, "append the text that a grammar forces at once")
     grammar_workers: int | None = _option(
         None, "long grammars compiled at a time [two a processor, 4 to 16]", low=1, high=256
@@ -208,6 +232,12 @@ def all_options() -> Iterator[tuple[str, dataclasses.Field[Any]]]:
 
 def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def negated(name: str) -> str:
+    """The switch that `no_…` switches off on the command line, "" for any other name."""
+    switches = [option.name for _, option in all_options() if types_of(option)[0] is bool]
+    return next((switch for switch in switches if name == f"no_{switch}"), "")
 
 
 def types_of(option: dataclasses.Field[Any]) -> list[type]:

@@ -11,8 +11,6 @@ import difflib
 from collections.abc import Collection
 from typing import Any
 
-import yaml
-
 from jserve.config.options import (
     SECTIONS,
     CacheOptions,
@@ -24,8 +22,10 @@ from jserve.config.options import (
     all_options,
     check_value,
     flag_of,
+    negated,
 )
 from jserve.config.replica import Replica
+from jserve.config.yaml_file import read_yaml
 from jserve.errors import ConfigError
 
 
@@ -54,10 +54,17 @@ class Config:
 
     @classmethod
     def from_flags(cls, **flat: Any) -> Config:
-        """Config from flat names, e.g. `from_flags(model_path="smollm2-135m", page_size=1)`."""
+        """Config from flat names, e.g. `from_flags(model_path="smollm2-135m", page_size=1)`; short
+        ones as on the command line, `tp` for tp_size."""
         section_of = {option.name: section for section, option in all_options()}
+        short = {one.metadata["also"].lstrip("-"): one.name for _, one in all_options()}
         values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
-        for name, value in flat.items():
+        for given, value in flat.items():
+            name = short.get(given, given) if given else given
+            if name != given and name in flat:
+                raise ConfigError(f"{given} and {name} are one option; give it once")
+            if switch := negated(name):
+                raise ConfigError(f"{name} is for the command line; write {switch}=False")
             if name not in section_of:
                 raise ConfigError(unknown_option(name))
             values[section_of[name]][name] = value
@@ -66,16 +73,7 @@ class Config:
     @classmethod
     def from_yaml(cls, path: str, **overrides: Any) -> Config:
         """Config from a YAML mapping of flag names (dashes or underscores); `overrides` win."""
-        try:
-            with open(path, encoding="utf-8") as file:
-                loaded = yaml.safe_load(file)
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            reason = " ".join(str(error).split())
-            raise ConfigError(f"--config {path} cannot be read: {reason}") from error
-        if not isinstance(loaded, dict):
-            raise ConfigError(f"--config {path} must map flag names to values")
-        flat = {str(name).replace("-", "_"): value for name, value in loaded.items()}
-        return cls.from_flags(**flat | overrides)
+        return cls.from_flags(**read_yaml(path) | overrides)
 
     @classmethod
     def from_namespace(cls, namespace: argparse.Namespace) -> Config:
@@ -95,7 +93,7 @@ class Config:
 def unknown_option(name: str, others: Collection[str] = ()) -> str:
     """The message for an option that is not there, with the nearest that is (`others` too)."""
     known = [*others, *(option.name for _, option in all_options())]
-    if name in known:
+    if name in known or negated(name):
         return f"{flag_of(name)} is not for this command"
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {flag_of(near[0])}?" if near else ""

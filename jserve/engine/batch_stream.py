@@ -13,8 +13,10 @@ from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 from jserve.engine.core import EngineCore
-from jserve.engine.fanout import fan_out
+from jserve.engine.fanout import fan_out, sequence_ids
+from jserve.engine.ranges import check_ranges
 from jserve.engine.warm_up import shared_prefixes, warm_up
+from jserve.errors import RequestError
 from jserve.types import GenerateRequest, Output
 
 _T = TypeVar("_T")
@@ -29,6 +31,9 @@ async def generate_batch(
     does closing this.
     """
     rids = [request.rid or uuid.uuid4().hex for request in requests]
+    for request in requests:
+        check_ranges(request.sampling, core.limits[0])
+    _check_apart(requests, rids)
     with contextlib.ExitStack() as stack:
         claims = [
             stack.enter_context(core.claim(request, rid))
@@ -44,6 +49,18 @@ async def generate_batch(
         async with contextlib.aclosing(core.outputs(asked)) as outputs:
             async for output in outputs:
                 yield output
+
+
+def _check_apart(requests: Sequence[GenerateRequest], rids: Sequence[str]) -> None:
+    """Raises RequestError: who repeats an id has not met another's, which may be tried again. Each
+    `n` is within its range."""
+    seen: set[str] = set()
+    for request, rid in zip(requests, rids, strict=True):
+        for name in sequence_ids(rid, request.sampling.n):
+            if name in seen:
+                rule = "each sequence needs an id of its own: rid, or rid_0, rid_1 … where n > 1."
+                raise RequestError(f"rid {name} is in this batch twice; {rule}", "rid")
+            seen.add(name)
 
 
 async def _together(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:

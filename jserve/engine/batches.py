@@ -8,6 +8,7 @@ import itertools
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
+from jserve.engine.python_arguments import python_arguments
 from jserve.engine.render import render_output
 from jserve.engine.requests import check_ranks, expand
 from jserve.types import GenerateRequest, Output
@@ -20,8 +21,9 @@ Body = dict[str, Any]
 async def answer(
     generate: Generate, id_to_text: IdToText, num_ranks: int, *arguments: Any, **options: Any
 ) -> AsyncGenerator[Body, None] | list[Body] | Body:
-    """What Engine.async_generate returns for these arguments of requests.expand."""
-    requests, many = expand(*arguments, **options)
+    """What Engine.async_generate returns for these arguments."""
+    options = python_arguments(arguments, options)
+    requests, many = expand(**options)
     check_ranks(requests, num_ranks)
     bodies = _bodies(generate, id_to_text, requests, many)
     if options.get("stream"):

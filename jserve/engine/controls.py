@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,10 @@ from jserve.types import Control, ControlReply, Deltas
 
 if TYPE_CHECKING:
     from jserve.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger("jserve.engine")
+
+_QUIET = ("flush_cache", "pause_generation")  # asked with nothing in flight
 
 
 class Controls:
@@ -41,26 +47,50 @@ class Controls:
         }
 
     def answer(self, message: Control) -> None:
-        """Exactly one reply, also when the operation fails. What is refused is refused in words."""
-        reply = ControlReply(id=message.id, ok=False, message=f"{message.op!r} failed")
+        """Exactly one reply, also when the operation fails, which is then its own failure. Raises
+        only what taking in the launches does: they are not this question's."""
+        failed = ControlReply(id=message.id, ok=False, message=f"{message.op!r} failed")
         try:
-            if message.op in self._operations:
-                result = self._operations[message.op](**message.args)
-                payload = result if isinstance(result, dict) else {}
-                reply = ControlReply(id=message.id, ok=result is not False, payload=payload)
+            if message.op in _QUIET and not self._refused(message.op):
+                self._drain()
+        except BaseException:
+            self._channel.send(failed)
+            raise
+        try:
+            self._channel.send(self._reply(message))
+        except Exception as error:  # a question's own, whatever it is: the next step goes on
+            logger.error("%r failed", message.op, exc_info=error)
+            why = f"{failed.message}: {type(error).__name__}: {error}"
+            self._channel.send(ControlReply(id=message.id, ok=False, message=why))
+
+    def _reply(self, message: Control) -> ControlReply:
+        """What is refused is refused in words."""
+        operation = self._operations.get(message.op)
+        if operation is None:
+            known = ", ".join(self._operations)
+            why = f"there is no operation {message.op!r}, but {known}"
+            return ControlReply(id=message.id, ok=False, message=why)
+        try:
+            inspect.signature(operation).bind(**message.args)
+        except TypeError as error:
+            return ControlReply(id=message.id, ok=False, message=f"{message.op}: {error}")
+        try:
+            result = operation(**message.args)
         except RequestError as error:
-            reply = ControlReply(id=message.id, ok=False, message=str(error))
-        finally:
-            self._channel.send(reply)
+            return ControlReply(id=message.id, ok=False, message=str(error))
+        payload = result if isinstance(result, dict) else {}
+        return ControlReply(id=message.id, ok=result is not False, payload=payload)
+
+    def _refused(self, op: str) -> bool:
+        """A flush that is refused leaves the launches in flight: who waits for it asks often."""
+        return op == "flush_cache" and self._scheduler.has_work and not self._scheduler.paused
 
     def _flush_cache(self) -> bool:
-        if self._scheduler.has_work and not self._scheduler.paused:
-            return False  # and the launches stay in flight: who waits for it asks many times
-        self._drain()
+        if self._refused("flush_cache"):
+            return False
         if deltas := check_integrity(self._scheduler):  # what is wrong would be forgotten unseen
             self._channel.send(Deltas(items=deltas))
         return self._scheduler.flush_cache()
 
     def _pause(self, mode: str = "abort") -> None:
-        self._drain()
         self._scheduler.pause(mode)

@@ -17,7 +17,7 @@ import numpy as np
 from jserve.config.options import ModelOptions
 from jserve.errors import ConfigError
 from jserve.models.architectures import find_architecture
-from jserve.models.registry import build_model, parse_config
+from jserve.models.registry import build_model, model_config_of
 from jserve.tokenizer.sources import find_source
 from jserve.weights.checkpoint import Checkpoint, open_checkpoint
 from jserve.weights.loader import uses_of
@@ -65,7 +65,7 @@ def convert(
 
 def _specs(checkpoint: Checkpoint) -> Sequence[WeightSpec]:
     """Of the model on one device."""
-    config = parse_config(checkpoint.hf_config, checkpoint.generation_config)
+    config = model_config_of(checkpoint)
     rules = Rules(make_mesh(jax.devices("cpu")[:1]), TP)
     return build_model(config, rules, dtype="float32", attention_backend=None, page_size=16).specs
 

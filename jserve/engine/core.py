@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, aclosing
 
 from jserve.config import Config
 from jserve.engine.client import EngineClient
-from jserve.engine.fanout import fan_out
+from jserve.engine.fanout import fan_out, sequence_ids
 from jserve.engine.farewell import see_off
 from jserve.engine.grammars import Grammars
 from jserve.engine.ranges import check_ranges
@@ -67,7 +67,7 @@ class EngineCore:
         self.client.require_alive()
         check_ranges(request.sampling, self.limits[0])
         n = request.sampling.n
-        return self.client.claim([rid] if n == 1 else [f"{rid}_{i}" for i in range(n)])
+        return self.client.claim([rid] if n == 1 else sequence_ids(rid, n))
 
     async def submit(self, request: GenerateRequest, rid: str, claims: list[Route]) -> Submit:
         """What the engine gets of it, but for n. Raises RequestError."""

@@ -55,7 +55,7 @@ def claim_devices(config: Config) -> None:
 
 def own_devices(config: Config) -> list[Any]:
     """Starts the backend. All that there are, or this rank's share of them."""
-    devices = jax.devices()
+    devices = _started(config.execution.device)
     if config.replica.alone:
         return devices
     if problem := too_few_devices(config.execution, len(devices), devices[0].platform):
@@ -67,6 +67,21 @@ def num_found(config: Config) -> int:
     """Devices for all ranks. Of one that is alone in its process the others see as many."""
     others = num_replicas(config.execution) if config.replica.alone else 1
     return len(jax.devices()) * others
+
+
+def _started(name: str) -> list[Any]:
+    """Raises ConfigError when this machine has no such device, its driver fails, or JAX runs on
+    another in this process."""
+    try:
+        devices = jax.devices()
+    except (AssertionError, RuntimeError) as error:  # an assertion where nothing is said
+        why = " ".join(str(error).split()) or "there is none, or its plugin is not installed"
+        raise ConfigError(f"--device {name} cannot be used here: {why}") from error
+    if name not in ("auto", found := devices[0].platform):
+        jax.config.update("jax_platforms", _PLATFORMS.get(found, found))  # what it was, in effect
+        why = f"JAX runs on {found} in this process already; ask before its first use, or for auto"
+        raise ConfigError(f"--device {name} cannot be used here: {why}")
+    return devices
 
 
 def _places(config: Config) -> range:

@@ -27,10 +27,11 @@ from jserve.engine.reasoner import Reasoner
 from jserve.engine.render import render_output
 from jserve.engine.reporter import Reporter
 from jserve.engine.request_log import RequestLog
+from jserve.engine.sampling_defaults import sampling_defaults
 from jserve.engine.sampling_params import sampling_from_dict
 from jserve.engine.thoughts import Thoughts
 from jserve.engine.tracing import Tracer
-from jserve.errors import RequestError
+from jserve.errors import ConfigError, RequestError, TimedOutError
 from jserve.grammar.backend import Vocabulary
 from jserve.metrics import Metrics
 from jserve.metrics.meter import NO_METER
@@ -54,7 +55,7 @@ class Engine:
         inline: run the engine in a thread of this process.
         builder: "module:function" that makes the Loop, and
         tokenizer: in place of the model's; both for tests.
-        flags: any flag, with underscores; log_level defaults to "error".
+        flags: any flag, with underscores, also the short ones; log_level defaults to "error".
 
     Raises ConfigError or WeightError when it cannot start, EngineDeadError when it died meanwhile.
     `generate_stream` is EngineCore's, `generate_batch` batch_stream.py's.
@@ -70,8 +71,7 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         **flags: Any,
     ) -> None:
-        if config is None:
-            config = Config.from_flags(**{"log_level": "error", "model_path": model_path, **flags})
+        config = _config_of(config, flags | ({"model_path": model_path} if model_path else {}))
         self._background = BackgroundLoop()
         self.config = config
         model, server = config.model, config.server
@@ -82,7 +82,7 @@ class Engine:
         self.metrics = Metrics(server.metrics_prefix, name, lambda: self._client.gauges, mark)
         self.meter = self.metrics.meter if server.enable_metrics else NO_METER
         self._tracer = Tracer(server.otlp_traces_endpoint, name) if server.enable_trace else None
-        self.generation_config: Mapping[str, Any] = {}
+        self.sampling_defaults: Mapping[str, float] = {}
         self._life = EngineLife(config, builder, inline)
         self._client = EngineClient(self._life)
         self.grammars = Grammars(config, self._vocabulary, self._client, self.meter)
@@ -90,7 +90,7 @@ class Engine:
         try:
             if tokenizer is None:
                 checkpoint = open_checkpoint(model, find_architecture)
-                self.generation_config = checkpoint.generation_config
+                self.sampling_defaults = sampling_defaults(checkpoint)
                 paths = (model.tokenizer_path, model.chat_template)
                 tokenizer = load_tokenizer(checkpoint, *paths, self.meter.timing)
             self.tokenizer = tokenizer
@@ -127,8 +127,8 @@ class Engine:
         outermost. With `stream` an iterator of them, cumulative, each with its place in that list
         as "index" where there is more than one.
 
-        Arguments are those of requests.expand: prompt, sampling_params, input_ids, and by name
-        return_logprob, stream, rid… Raises RequestError naming the argument.
+        Arguments are prompt, sampling_params, input_ids, and by name return_logprob, stream, rid…:
+        docs/python.md has a table of them all. Raises RequestError naming the argument.
         """
         result = self._background.call(self.async_generate(*arguments, **options))
         return self._background.iterate(result) if options.get("stream") else result
@@ -139,8 +139,9 @@ class Engine:
         return await answer(generate, text, self.config.execution.dp_size, *arguments, **options)
 
     async def control(self, op: str, **args: str | int | float | bool) -> ControlReply:
-        """Ask the engine: an `op` of types.Control with its arguments. Raises EngineDeadError, and
-        RequestError for an argument of another type."""
+        """Ask the engine: an `op` of types.Control with its arguments. Raises EngineDeadError,
+        TimedOutError where ranks have not answered that must, and RequestError for an argument of
+        another type."""
         for name, value in args.items():
             if type(value) not in (str, int, float, bool):
                 raise RequestError(f"{name} must be a string or a number, got {value!r}.", name)
@@ -150,6 +151,8 @@ class Engine:
             mark(self._client)  # the engine aborts what was sent; what comes later waits
             self.grammars.waits.wake()
         reply = await self._client.control(op, **args)
+        if reply.deaf and not reply.ok:
+            raise TimedOutError(f"{op}: {reply.message}.")
         if op == "flush_cache" and reply.ok:
             self.grammars.flush()
         return reply
@@ -159,7 +162,9 @@ class Engine:
         RequestError for an id that is no string."""
         if type(rid) is not str:
             raise RequestError(f"rid must be a string, got {rid!r}.", "rid")
-        if rid or abort_all:
+        if self._life.forked:
+            self._client.require_alive()
+        elif rid or abort_all:
             abort(self._client, rid, abort_all)
             self.grammars.waits.wake()
 
@@ -208,8 +213,11 @@ class Engine:
         return {**self.config.flat(), **self.server_info, **reply.payload}
 
     def shutdown(self) -> None:
-        """End the engine; open requests fail with EngineDeadError. Later calls do nothing."""
+        """End the engine; open requests fail with EngineDeadError. Later calls do nothing, and
+        neither do those of a forked process."""
         atexit.unregister(self.shutdown)
+        if self._life.forked:
+            return
         self.grammars.close()
         self._life.shutdown(self._client.reader)
         if self._tracer is not None:
@@ -220,3 +228,12 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
+
+
+def _config_of(config: Config | None, flags: Mapping[str, Any]) -> Config:
+    """Raises ConfigError where both are given."""
+    if config is None:
+        return Config.from_flags(**{"log_level": "error", **flags})
+    if flags:
+        raise ConfigError(f"config holds every option; without it: {', '.join(sorted(flags))}")
+    return config

@@ -1,4 +1,4 @@
-"""One request for n sequences: n Submits, and its prompt computed once."""
+"""One request for n sequences: their ids, n Submits, and its prompt computed once."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from jserve.engine.client import EngineClient
 from jserve.engine.route import Route
 from jserve.engine.warm_up import MIN_SHARED, prefix_of, reusable, warm_up
 from jserve.types import Submit
+
+
+def sequence_ids(rid: str, n: int) -> list[str]:
+    """The ids of the sequences of one request."""
+    return [rid] if n == 1 else [f"{rid}_{i}" for i in range(n)]
 
 
 async def fan_out(

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
-from jserve.errors import RequestError
+from jserve.errors import RequestError, TimedOutError
 from jserve.types import ControlReply
 
 _POLL = 0.02  # seconds between two attempts
@@ -18,12 +18,19 @@ async def flush_when_idle(
 ) -> ControlReply:
     """Ask until it is done, at most `timeout` seconds long; → the last reply.
 
-    Raises RequestError for a timeout that is below 0 or over an hour, and what `control` raises.
+    Raises RequestError for a timeout that is below 0 or over an hour, and what `control` raises; a
+    rank that does not answer may do so later.
     """
-    if not 0 <= timeout <= _LONGEST:
-        rule = f"timeout must be seconds, from 0 to {_LONGEST:.0f}, got {timeout}."
+    if type(timeout) not in (int, float) or not 0 <= timeout <= _LONGEST:
+        rule = f"timeout must be seconds, from 0 to {_LONGEST:.0f}, got {timeout!r}."
         raise RequestError(rule, "timeout")
     deadline = time.monotonic() + timeout
-    while not (reply := await control("flush_cache")).ok and time.monotonic() < deadline:
+    while True:
+        try:
+            reply = await control("flush_cache")
+            if reply.ok or time.monotonic() >= deadline:
+                return reply
+        except TimedOutError:
+            if time.monotonic() >= deadline:
+                raise
         await asyncio.sleep(_POLL)
-    return reply

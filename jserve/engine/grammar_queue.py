@@ -47,10 +47,14 @@ class GrammarQueue:
     def _submit(self, submit: Submit) -> None:
         if submit.grammar is None:
             self._passed.append(submit)
-        else:
+            return
+        try:
             grammar, loading = self._templates.share(submit.grammar)  # no step must load it again
-            submit = msgspec.structs.replace(submit, grammar=grammar)
-            self.waiting[submit.rid] = submit, loading, time.monotonic()
+        except Exception as error:  # one bad request must not end the others
+            self._deltas.append(refused(submit, error))
+            return
+        submit = msgspec.structs.replace(submit, grammar=grammar)
+        self.waiting[submit.rid] = submit, loading, time.monotonic()
 
     def _release(self) -> None:
         now, most = time.monotonic(), self._templates.seconds

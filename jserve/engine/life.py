@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import queue
 import threading
+import weakref
 from typing import Any
 
 from tqdm import tqdm
@@ -14,17 +17,21 @@ from jserve.errors import ConfigError, EngineDeadError, WeightError
 from jserve.types import Control, Progress
 
 _START_ERRORS = {error.__name__: error for error in (ConfigError, WeightError)}
+FORKED = "the engine is that of the process that this one was forked from; start another one here"
 _PATIENCE = 5.0  # seconds that a serving engine gets to end by itself
 
 
 class EngineLife:
     """Attributes: `worker`, the process or thread, or several as one; `failure`, what the engine
-    said before it ends; `ended`, why there is no engine any more. Both are "" while it lives."""
+    said before it ends; `ended`, why there is no engine any more. Both are "" while it lives. A
+    forked process can neither use nor end it: for that one it has ended."""
 
     def __init__(self, config: Config, builder: str, inline: bool) -> None:
         self.worker = start_worker(config, builder, inline)
         self.failure = ""
         self.ended = ""
+        self.forked = False  # whether this is a forked process
+        os.register_at_fork(after_in_child=functools.partial(_disown, weakref.ref(self)))
         self._progress: queue.SimpleQueue[Progress] = queue.SimpleQueue()
         self._ready = False
         self._closing = threading.Lock()
@@ -64,7 +71,7 @@ class EngineLife:
 
     def shutdown(self, reader: threading.Thread) -> None:
         """End the worker, then its `reader`. Later calls do nothing."""
-        if not self._closing.acquire(blocking=False):
+        if self.forked or not self._closing.acquire(blocking=False):
             return
         dead, self.ended = bool(self.ended), self.ended or "the engine was shut down"
         if not dead:
@@ -74,3 +81,9 @@ class EngineLife:
             reader.join(_PATIENCE)
         if not reader.is_alive():
             self.worker.channel.close()
+
+
+def _disown(life: weakref.ref[EngineLife]) -> None:
+    """In a forked process; what is registered for one stays, so it holds nothing."""
+    if (one := life()) is not None:
+        one.forked, one.ended = True, FORKED

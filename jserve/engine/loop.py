@@ -74,7 +74,7 @@ class Loop:
         self._timeouts, self._on_close = (watchdog_timeout, soft_watchdog_timeout), on_close
         self._busy_since: float | None = None  # None: resting
         self._queue: deque[tuple[StepPlan, InFlight, float | None]] = deque()
-        self._recover = Recovery(scheduler, runner, self._queue)
+        self._recover = Recovery(scheduler.reset_device, runner, self._queue)
         watch = scheduler.cache.counters.timing.watch
         process = "per_stage_req_latency_seconds/request_process"
         self._accept = watch(process, lambda submit: scheduler.submit(submit))
@@ -85,11 +85,10 @@ class Loop:
         self._masks = watch("output_mask_seconds", masks)
         self._finish = watch("output_sample_seconds", lambda *step: runner.finish(*step))
         self._inbox: deque[ToEngine] = deque()
-        self._gauges = GaugeSender(scheduler, runner, channel)
+        gauges = self._gauges = GaugeSender(scheduler, runner, channel)
         self._log = StepLog(scheduler, page_size, decode_log_interval)
         self._unchecked = True  # integrity, since the last step
-        numbers = self._gauges.values
-        controls = Controls(channel, scheduler, self._drain, numbers, self.facts, self._stop)
+        controls = Controls(channel, scheduler, self._drain, gauges.values, self.facts, self._stop)
         self._handlers: dict[type, Callable[[Any], None]] = {
             Submit: self._submit,
             Abort: scheduler.abort,
@@ -107,6 +106,7 @@ class Loop:
                 self.tick()
         finally:
             stop_watching()
+            self._queue.clear()
             self._runner.close()
             self._on_close()
 

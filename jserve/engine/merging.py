@@ -5,6 +5,8 @@ Knows what the numbers' names mean, and nothing of where the messages come from 
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -63,47 +65,85 @@ def merged_facts(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**ranks[0], **sums, **tables, "ranks": [dict(one) for one in ranks]}
 
 
-class JointReplies:
-    """Controls that were put to several ranks, until the last of them has replied or is lost.
+@dataclasses.dataclass(slots=True)
+class _Question:
+    awaited: set[int]
+    deaf: set[int]  # not waited for, or not any more
+    due: float  # of time.monotonic
+    replies: dict[int, ControlReply] = dataclasses.field(default_factory=dict)
 
-    `facts`: names of what is not summed up in a payload, beyond what merged_facts does.
+
+class JointReplies:
+    """Controls that were put to several ranks, until the last of them has replied, is lost, or has
+    not answered for `patience` seconds.
+
+    `facts`: names of what is not summed up in a payload, beyond what merged_facts does. `deaf`:
+    ranks that did not answer and were not heard since; nobody waits for them, unless all are.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, patience: float) -> None:
         self.facts: Collection[str] = ()
-        self._awaited: dict[str, set[int]] = {}
-        self._replies: dict[str, dict[int, ControlReply]] = {}
+        self.deaf: set[int] = set()
+        self._patience = patience
+        self._open: dict[str, _Question] = {}
 
     def expect(self, id: str, ranks: Collection[int]) -> None:
-        self._awaited[id], self._replies[id] = set(ranks), {}
+        awaited = set(ranks) - self.deaf or set(ranks)
+        due = time.monotonic() + self._patience
+        self._open[id] = _Question(awaited, set(ranks) - awaited, due)
 
     def take(self, rank: int, reply: ControlReply) -> ControlReply | None:
         """The joint reply, if this was the last."""
-        if reply.id not in self._awaited:
+        if reply.id not in self._open:
             return None
-        self._replies[reply.id][rank] = reply
+        question = self._open[reply.id]
+        question.replies[rank] = reply
+        question.deaf.discard(rank)
         return self._without(rank, reply.id)
 
     def lose(self, rank: int) -> list[ControlReply]:
         """The joint replies that waited for this rank only."""
-        waiting = [id for id, ranks in self._awaited.items() if rank in ranks]
-        joint = [self._without(rank, id) for id in waiting]
+        self.deaf.discard(rank)
+        for question in self._open.values():
+            question.deaf.discard(rank)
+        return self._without_all({rank}, list(self._open))
+
+    def expire(self) -> list[ControlReply]:
+        """The joint replies that have waited for long enough; who kept them waiting is `deaf`."""
+        now = time.monotonic()
+        late = [id for id, question in self._open.items() if question.due <= now]
+        deaf = {rank for id in late for rank in self._open[id].awaited}
+        self.deaf |= deaf
+        for question in self._open.values():
+            question.deaf |= question.awaited & deaf
+        return self._without_all(deaf, list(self._open))
+
+    def _without_all(self, ranks: set[int], ids: Iterable[str]) -> list[ControlReply]:
+        joint = [self._without(rank, id) for id in ids for rank in self._open[id].awaited & ranks]
         return [reply for reply in joint if reply is not None]
 
     def _without(self, rank: int, id: str) -> ControlReply | None:
-        self._awaited[id].discard(rank)
-        if self._awaited[id]:
+        question = self._open[id]
+        question.awaited.discard(rank)
+        if question.awaited:
             return None
-        del self._awaited[id]
-        replies = self._replies.pop(id)
+        del self._open[id]
+        replies, deaf = question.replies, sorted(question.deaf)
         wrong = next((reply for reply in replies.values() if not reply.ok), None)
-        if wrong is not None or not replies:
+        if wrong is not None or not (replies or deaf):
             return ControlReply(id=id, ok=False, message=wrong.message if wrong else "")
         payloads = {rank: reply.payload for rank, reply in sorted(replies.items())}
-        told = any(payloads.values())
-        return ControlReply(id=id, ok=True, payload=self._info(payloads) if told else {})
+        if any(payloads.values()):
+            return ControlReply(id=id, ok=True, payload=self._info(payloads, deaf), deaf=deaf)
+        return ControlReply(id=id, ok=not deaf, message=self._silence(deaf), deaf=deaf)
 
-    def _info(self, payloads: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    def _silence(self, deaf: Sequence[int]) -> str:
+        if not deaf:
+            return ""
+        ranks = ", ".join(map(str, deaf))
+        return f"no answer of data-parallel rank {ranks} within {self._patience:g} s"
+
+    def _info(self, payloads: Mapping[int, Mapping[str, Any]], deaf: list[int]) -> dict[str, Any]:
         """Facts and numbers of all together, and in `internal_states` those of each."""
         ranks = list(payloads.values())
         merged = merged_facts(ranks)
@@ -113,7 +153,7 @@ class JointReplies:
         merged |= merged_values([{k: v for k, v in r.items() if k not in known} for r in ranks])
         merged |= {name: any(r[name] for r in ranks) for name in truths}  # `paused` is one
         states = [{"dp_rank": rank, **payload} for rank, payload in payloads.items()]
-        return {**merged, "internal_states": states}
+        return {**merged, "internal_states": states, "deaf_dp_ranks": deaf}
 
 
 class JointProgress:

@@ -11,7 +11,7 @@ def misfit(field: str, ids: list[int], wanted: int, vocab_size: int, context: in
     if length == 0:
         return no_prompt(field)
     if length >= context:  # first: a long list is not to be looked through
-        message = f"{field}: the prompt has {length} tokens, but the context length is {context}."
+        message = f"The prompt has {length} tokens, but the context length is {context}."
         return RequestError(message, field)
     if not 0 <= min(ids) <= max(ids) < vocab_size:
         return RequestError(f"{field} must hold ids in [0, {vocab_size}).", field)

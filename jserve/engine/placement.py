@@ -12,7 +12,7 @@ import collections
 import dataclasses
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from jserve.errors import EngineDeadError, RequestError
 from jserve.types import Submit
@@ -41,7 +41,8 @@ class Placement:
 
     A prompt is known by the chained hashes of its whole blocks, in its cache namespace; each rank
     remembers the last `num_blocks` of them that it was sent. `slots`, which may be told later, is
-    how many requests a rank runs at a time: nobody waits for one beside a free one.
+    how many requests a rank runs at a time: nobody waits for one beside a free one. Ranks that
+    are `deaf`, which may be told too, get what names them, and the rest only if all are.
     """
 
     def __init__(self, ranks: int, page_size: int = 16, *, num_blocks: int = 1 << 16) -> None:
@@ -51,6 +52,7 @@ class Placement:
         self._lock = threading.Lock()
         self._first = 0  # of ranks that are alike
         self.slots: float = math.inf
+        self.deaf: Set[int] = frozenset()
 
     def place(self, submit: Submit) -> int:
         """The rank for `submit`, which is its load until `end`.
@@ -64,7 +66,8 @@ class Placement:
             if not living:
                 raise EngineDeadError("every data-parallel rank has ended")
             if submit.routed_dp_rank is None:
-                rank = self._choose(living, blocks)
+                heard = [rank for rank in living if rank.index not in self.deaf]
+                rank = self._choose(heard or living, blocks)
             else:
                 rank = self._named(submit.routed_dp_rank)
             cached = self._block_size * rank.num_cached(blocks)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import multiprocessing
 import multiprocessing.connection
 import os
 import signal
@@ -22,7 +21,9 @@ from jserve.config import Config, num_replicas
 from jserve.engine.addresses import Addresses
 from jserve.engine.channel import ApiEnd, EngineEnd
 from jserve.engine.local import local_ends
-from jserve.errors import JserveError
+from jserve.engine.step_log import line_form
+from jserve.errors import ConfigError, JserveError
+from jserve.processes import start_process
 from jserve.types import Progress
 
 if TYPE_CHECKING:
@@ -37,15 +38,17 @@ class EngineProcess:
     """The engine in a process of its own: spawned, never forked, for it starts a JAX backend."""
 
     def __init__(self, config: Config, builder: str) -> None:
+        if builder.startswith("__main__:"):
+            raise ConfigError("builder must name a module that can be imported, not __main__")
         addresses = Addresses.create()
         self.channel: ApiEnd = addresses.api_end()
-        self._process = multiprocessing.get_context("spawn").Process(
-            target=engine_main,
-            args=(config, addresses, builder),
-            name="jserve-engine",
-            daemon=True,
-        )
-        self._process.start()
+        try:
+            self._process = start_process(
+                engine_main, (config, addresses, builder), "jserve-engine"
+            )
+        except ConfigError:
+            self.channel.close()
+            raise
         self.alive = self._process.is_alive
         self.sentinel: int | None = self._process.sentinel
 
@@ -66,29 +69,38 @@ class EngineThread:
 
     def __init__(self, config: Config, builder: str) -> None:
         self.channel, engine_end = local_ends()
+        left = threading.Event()
         self.sentinel: int | None = None
         self._thread = threading.Thread(
             target=run_engine,
             args=(config, engine_end, builder),
+            kwargs={"left": left.is_set},
             name="jserve-engine",
             daemon=True,
         )
         self._thread.start()
-        self.alive = self._thread.is_alive
+        self._left, self.alive = left, self._thread.is_alive
 
     def cause(self) -> str:
         return "the engine thread ended"
 
     def stop(self, patience: float) -> None:
         self._thread.join(patience)
+        self._left.set()
 
 
 def run_engine(
-    config: Config, channel: EngineEnd, builder: str, end: Callable[[], None] | None = None
+    config: Config,
+    channel: EngineEnd,
+    builder: str,
+    end: Callable[[], None] | None = None,
+    left: Callable[[], bool] = lambda: False,
 ) -> bool:
     """Build a Loop and run it until it is told to stop. What fails is told over `channel`.
 
-    Returns whether all went well. `end` is called when a step hangs, once that is told.
+    Returns whether all went well. `end` is called when a step hangs, once that is told. `left`:
+    whether nobody listens any more, so that what fails from then on is no news: the program may be
+    ending under it.
     """
 
     def fail(message: str, error: str) -> None:
@@ -108,7 +120,8 @@ def run_engine(
     except JserveError as error:
         fail(str(error), type(error).__name__)
     except Exception as error:  # the process's top: the other side must hear of it
-        logger.critical("the engine failed", exc_info=error)
+        if not left():
+            logger.critical("the engine failed", exc_info=error)
         fail(f"{type(error).__name__}: {error}", type(error).__name__)
     return False
 
@@ -117,12 +130,10 @@ def engine_main(config: Config, addresses: Addresses, builder: str) -> None:
     """The main function of an engine process."""
     for number in (signal.SIGINT, signal.SIGTERM):  # often sent to the whole group
         signal.signal(number, signal.SIG_IGN)  # the API process ends this one, once it is done
-    rank = f" DP{config.replica.rank}" if num_replicas(config.execution) > 1 else ""
-    logging.basicConfig(
-        level=config.server.log_level.upper(),
-        format=f"[%(asctime)s{rank}] %(message)s",
-        datefmt="%Y-%m-%d %H:%M:%S",
-    )
+    rank = config.replica.rank if num_replicas(config.execution) > 1 else None
+    lines = logging.StreamHandler()
+    lines.setFormatter(line_form(rank))
+    logging.basicConfig(level=config.server.log_level.upper(), handlers=[lines])
     threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
     channel = addresses.engine_end()
 

@@ -4,8 +4,10 @@
     Abort → the rank of its request, or all      Control → all that live; a flush twice: would any
                                                  refuse, and only if none would, do it
 
-A rank that breaks takes its own open requests with it, and nothing else. Knows ranks and messages;
-nothing of devices, nor of what a rank does with a message.
+A rank that breaks takes its own open requests with it, and nothing else. One that lives and is deaf
+(stopped from outside, or in a step that takes long) keeps its own open requests waiting, and holds
+up no question to all for longer than `ANSWER_TIMEOUT`; then it is left aside until it is heard.
+Knows ranks and messages; nothing of devices, nor of what a rank does with a message.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ from jserve.types import (
 
 logger = logging.getLogger("jserve.engine")
 
+ANSWER_TIMEOUT = 10.0  # seconds for a rank to answer a Control
 _PATIENCE = 5.0  # seconds for a thread that follows a rank to see its end
 
 
@@ -125,6 +128,7 @@ class Ranks:
         while worker.alive() and not failure:
             channel.wait(patience, worker.sentinel)
             failure = self._front.receive(rank, channel.drain())
+            self._front.expire()
         if not failure:
             channel.wait(0.05)
             failure = self._front.receive(rank, channel.drain())  # its last words
@@ -143,7 +147,7 @@ class Front:
         self._channels, self._placement = channels, placement
         self._lock = threading.Lock()  # of all below
         self._living = dict.fromkeys(range(len(channels)))
-        self._replies, self._progress = JointReplies(), JointProgress(len(channels))
+        self._replies, self._progress = JointReplies(ANSWER_TIMEOUT), JointProgress(len(channels))
         self._gauges = {rank: Gauges(values={}) for rank in self._living}
         self._flushes: dict[str, Control] = {}  # put off until no rank would refuse
         self._flushing: set[str] = set()  # ids of those that were put to all
@@ -176,11 +180,26 @@ class Front:
     def receive(self, rank: int, messages: Sequence[FromEngine]) -> str:
         """Take in what a rank says; → why it is about to end, if it says so."""
         failure = ""
+        if messages and rank in self._replies.deaf:
+            self._hear(rank)
         for message in messages:
             self._handlers[type(message)](rank, message)
             if isinstance(message, Progress) and message.stage == "failed":
                 failure = message.message
         return failure
+
+    def expire(self) -> None:
+        """End what has waited for a rank for too long. To be called twice a second or so."""
+        with self._lock:
+            if self.closing or not (replies := self._replies.expire()):
+                return
+            deaf = self._replies.deaf
+            self._placement.deaf = frozenset(deaf)
+            self._tell_gauges()
+            for reply in replies:
+                self._reply(reply)
+        ranks = ", ".join(map(str, sorted(deaf)))
+        logger.warning("data-parallel rank %s: no answer for %g s", ranks, ANSWER_TIMEOUT)
 
     def lose(self, rank: int, why: str) -> None:
         """It has ended: what it had open fails. One that had not started takes all with it."""
@@ -193,7 +212,7 @@ class Front:
                 self.ended = self.ended or ended
             replies = self._replies.lose(rank)
             keys = self._placement.lose(rank)
-            self._tell(merged_gauges(self._gauges))
+            self._tell_gauges()
             if not self.ended:  # otherwise all that is open fails, whoever had it
                 self._tell(Deltas(items=lost(keys, ended)))
             for reply in replies:
@@ -201,6 +220,19 @@ class Front:
             left = ", ".join(map(str, self._living)) or "none"
         if not self.closing and self._progress.ready:
             logger.error("%s; open requests lost: %d; ranks left: %s", ended, len(keys), left)
+
+    def _hear(self, rank: int) -> None:
+        with self._lock:
+            self._replies.deaf.discard(rank)
+            self._placement.deaf = frozenset(self._replies.deaf)
+            self._tell_gauges()
+        logger.warning("data-parallel rank %d: heard again", rank)
+
+    def _tell_gauges(self) -> None:
+        """Of those that serve."""
+        deaf = self._replies.deaf
+        heard = {rank: one for rank, one in self._gauges.items() if rank not in deaf}
+        self._tell(merged_gauges(heard or self._gauges))
 
     # From the API process.
 
@@ -262,7 +294,7 @@ class Front:
     def _on_gauges(self, rank: int, message: Gauges) -> None:
         with self._lock:
             self._gauges[rank] = message
-            self._tell(merged_gauges(self._gauges))
+            self._tell_gauges()
 
     def _on_progress(self, rank: int, message: Progress) -> None:
         with self._lock:
@@ -276,5 +308,5 @@ class Front:
             if joint.stage == "ready":
                 self._replies.facts = frozenset(joint.payload)
                 self._placement.slots = message.payload.get("max_running_requests", math.inf)
-                self._tell(merged_gauges(self._gauges))
+                self._tell_gauges()
             self._tell(joint)

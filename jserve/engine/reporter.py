@@ -15,5 +15,6 @@ class Reporter(Protocol):
         ...
 
     def ended(self, request: GenerateRequest, rid: str, output: Output | None) -> None:
-        """A sequence of it is over, `output` being the last; None: the client left before."""
+        """A sequence of it is over, `output` being the last, which nobody may have read; None: the
+        client left before."""
         ...

@@ -55,7 +55,7 @@ def expand(
     if (prompt is None) == (input_ids is None):
         raise RequestError("Exactly one of prompt and input_ids must be given.", "prompt")
     given, field = (prompt, "text") if input_ids is None else (input_ids, "input_ids")
-    batch = isinstance(prompt, list) or any(isinstance(ids, list) for ids in input_ids or ())
+    batch = isinstance(prompt, list) or _nested(input_ids)
     prompts: list[Any] = given if batch else [given]  # type: ignore[assignment]
     size = len(prompts)
     if not size:
@@ -64,7 +64,7 @@ def expand(
         rid = [f"{rid}_{i}" for i in range(size)]
     ids: Any = token_ids_logprob or []
     ids = tuple(ids) if all(type(token) is int for token in ids) else ids  # one value for all
-    scored = _column("return_logprob", return_logprob, size)
+    scored = _scored(return_logprob, size)
     rank = one_rank(routed_dp_rank, data_parallel_rank)
     columns = {
         field: prompts,
@@ -85,6 +85,10 @@ def expand(
     rows = zip(*columns.values(), strict=True)
     requests = [_request(common | dict(zip(columns, row, strict=True))) for row in rows]
     return requests, batch or requests[0].sampling.n > 1
+
+
+def _nested(ids: Any) -> bool:
+    return isinstance(ids, list) and any(isinstance(one, list) for one in ids)
 
 
 def one_rank(rank: Any, old: Any) -> Any:
@@ -125,6 +129,15 @@ def _request(fields: dict[str, Any]) -> GenerateRequest:
         problem, _, path = str(error).rstrip("`").partition(" - at `$.")
         name = re.split(r"[.\[]", path)[0] or None
         raise RequestError(f"{path or 'request'}: {plain_types(problem)}.", name) from None
+
+
+def _scored(value: Any, size: int) -> list[Any]:
+    """The column of return_logprob, null as false. Raises RequestError."""
+    column = [False if one is None else one for one in _column("return_logprob", value, size)]
+    if wrong := [one for one in column if type(one) is not bool]:
+        rule = f"return_logprob must be true or false, got {wrong[0]!r}."
+        raise RequestError(rule, "return_logprob")
+    return column
 
 
 def _where(name: str, value: Any, scored: list[Any]) -> list[Any]:

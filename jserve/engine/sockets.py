@@ -5,6 +5,7 @@ Knows nothing of what is sent through them.
 
 from __future__ import annotations
 
+import os
 import shutil
 import weakref
 from collections.abc import Callable
@@ -26,7 +27,7 @@ def open_sockets(
     context = zmq.Context()
     pull, push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     # Collected together, a context may wait for sockets that are never closed: keep them apart.
-    release = weakref.finalize(owner, _release, context, pull, push, directory)
+    release = weakref.finalize(owner, _release, os.getpid(), context, pull, push, directory)
     release.atexit = False
     for socket, url in ((pull, inbox), (push, outbox)):
         socket.set_hwm(0)
@@ -34,7 +35,11 @@ def open_sockets(
     return pull, push, release
 
 
-def _release(context: zmq.Context[Any], pull: _Socket, push: _Socket, directory: str) -> None:
+def _release(
+    pid: int, context: zmq.Context[Any], pull: _Socket, push: _Socket, directory: str
+) -> None:
+    if os.getpid() != pid:
+        return  # a forked process: they are not its own, and their threads are not in it
     pull.close(linger=0)
     push.close(linger=0 if directory else 1000)
     context.term()

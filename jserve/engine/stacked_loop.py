@@ -9,7 +9,6 @@ failure costs: a refused request is told so; a failed step resets all ranks, onc
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from jserve.engine.loop import IDLE_WAIT, STALL_WAIT
 from jserve.engine.merging import merged_facts
 from jserve.engine.placement import Placement
 from jserve.engine.ranks import Front
+from jserve.engine.recovery import Recovery
 from jserve.engine.refusals import refused
 from jserve.engine.stacked_rank import RankParts, StackedRank
 from jserve.engine.watchdog import start_watchdogs
@@ -27,8 +27,6 @@ from jserve.types import Deltas, Progress, Submit, ToEngine
 
 if TYPE_CHECKING:
     from jserve.runner.stacked import Plans, StackedInFlight, StackedRunner
-
-logger = logging.getLogger("jserve.engine")
 
 
 class StackedLoop:
@@ -51,12 +49,13 @@ class StackedLoop:
         soft_watchdog_timeout: float = 0.0,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        self._stopping = self._recovered = False
+        self._stopping = False
         self._runner, self._channel, self._depth = runner, channel, depth
         self._placement = placement
         self._timeouts, self._on_close = (watchdog_timeout, soft_watchdog_timeout), on_close
         self._busy_since: float | None = None  # None: resting
         self._queue: deque[tuple[Plans, StackedInFlight, float | None]] = deque()
+        self._recover = Recovery(self._requeue, runner, self._queue)
         self._ranks = [
             StackedRank(
                 parts,
@@ -86,6 +85,7 @@ class StackedLoop:
                 self.tick()
         finally:
             stop_watching()
+            self._queue.clear()
             self._runner.close()
             self._on_close()
 
@@ -146,16 +146,10 @@ class StackedLoop:
         for message in self._front.drain():
             self._channel.send(message)
 
-    def _recover(self, error: Exception) -> None:
-        """The donated KV and state of all ranks are gone: start over with empty ones, once."""
-        if self._recovered:
-            raise error
-        self._recovered = True
-        logger.error("step failed; resetting the device and requeueing", exc_info=error)
-        self._queue.clear()
+    def _requeue(self) -> None:
+        """All ranks have lost what they had computed."""
         for rank in self._ranks:
             rank.reset()
-        self._runner.reset()
         self._placement.forget()
 
     def _drain(self) -> None:

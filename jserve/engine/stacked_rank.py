@@ -68,7 +68,7 @@ class StackedRank:
         self._masks = watch("output_mask_seconds", parts.masks)
         self._inbox: deque[ToEngine] = deque()
         self._gauges = GaugeSender(scheduler, parts.measured, self._engine_end)
-        self._log = StepLog(scheduler, page_size, decode_log_interval, f"DP{parts.rank} ")
+        self._log = StepLog(scheduler, page_size, decode_log_interval, parts.rank)
         self._unchecked = True  # integrity, since the last step
         numbers, facts = self._gauges.values, parts.facts
         controls = Controls(self._engine_end, scheduler, drain, numbers, facts, stop)

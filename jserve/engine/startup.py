@@ -15,7 +15,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any, cast
 
 import jax
@@ -24,6 +23,7 @@ import psutil
 from jserve.cache.manager import CacheManager
 from jserve.cache.window import WindowGroup
 from jserve.config import Config, DeviceFacts, KvEventsOptions, Resolved, num_replicas, resolve
+from jserve.config.cache_dir import compilation_cache
 from jserve.config.kv_events import kv_events_options
 from jserve.engine.channel import EngineEnd
 from jserve.engine.devices import claim_devices, num_found, own_devices
@@ -43,8 +43,9 @@ from jserve.grammar.templates import Templates
 from jserve.metrics.step_clock import step_timing
 from jserve.metrics.timing import UNTIMED, Timing
 from jserve.models.architectures import find_architecture
-from jserve.models.registry import build_model, parse_config
+from jserve.models.registry import build_model, model_config_of
 from jserve.runner.expert_load import counted
+from jserve.runner.jax_settings import cache_restorer, pinned
 from jserve.runner.runner import Runner
 from jserve.runner.stacked import StackedRunner
 from jserve.runner.startup import compile_programs
@@ -75,6 +76,20 @@ _AS_GIVEN = (
 
 def build(config: Config, channel: EngineEnd) -> Loop | StackedLoop:
     """A Loop ready to run, all compiled that it needs first; progress is told over `channel`."""
+    folder = compilation_cache(config.execution)
+    with contextlib.ExitStack() as failed, pinned():
+        ends = contextlib.ExitStack()
+        failed.callback(ends.close)
+        ends.callback(cache_restorer(folder))
+        loop = _build(config, channel, folder, ends)
+        failed.pop_all()
+        return loop
+
+
+def _build(
+    config: Config, channel: EngineEnd, cache_folder: str | None, ends: contextlib.ExitStack
+) -> Loop | StackedLoop:
+    """`ends` is closed when the loop is."""
 
     def progress(stage: str) -> Callable[[int, int], None]:
         return lambda done, total: channel.send(Progress(stage=stage, done=done, total=total))
@@ -83,7 +98,7 @@ def build(config: Config, channel: EngineEnd) -> Loop | StackedLoop:
     claim_devices(config)
     devices = own_devices(config)
     checkpoint = open_checkpoint(config.model, find_architecture)
-    model_config = parse_config(checkpoint.hf_config, checkpoint.generation_config)
+    model_config = model_config_of(checkpoint)
     resolved = resolve(config, model_config, _device_facts(config, devices))
     rules = _rules(devices, resolved)
     model = build_model(
@@ -106,7 +121,7 @@ def build(config: Config, channel: EngineEnd) -> Loop | StackedLoop:
         rules,
         resolved,
         progress("compile"),
-        compilation_cache_dir=_cache_dir(config),
+        compilation_cache_dir=cache_folder,
         facts=(model_config,),
     )
     tokenizer = loading.result()
@@ -117,7 +132,6 @@ def build(config: Config, channel: EngineEnd) -> Loop | StackedLoop:
         "weight_seconds": round(loaded - started, 3),
         "compile_seconds": round(time.monotonic() - loaded, 3),
     }
-    ends = contextlib.ExitStack()
     ends.callback(templates.close)
     parts = _Parts(config, resolved, tokenizer, model_config, model.cache, runner, templates, ends)
     return parts.stacked(channel, facts) if rules.ranks else parts.alone(channel, facts)
@@ -273,11 +287,6 @@ def _device_facts(config: Config, devices: Sequence[Any]) -> DeviceFacts:
     capability = device.compute_capability if device.platform == "gpu" else None
     count = num_found(config)
     return DeviceFacts(device.platform, device.device_kind, count, memory, capability)
-
-
-def _cache_dir(config: Config) -> str | None:
-    name = config.execution.compilation_cache_dir
-    return None if name == "off" else str(Path(name).expanduser())
 
 
 def _scheduler_settings(

@@ -1,4 +1,6 @@
-"""Log lines of committed steps: one for each step with prompts, and for every so many without."""
+"""Log lines of committed steps: one for each step with prompts, and for every so many without; and
+how the lines of an engine begin.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,14 @@ _DECODE_LINE = (
 
 class StepLog:
     """Throughput counts the time of steps alone: of the one with the prompts, or of all since the
-    last line of its kind. `interval`: decode steps between two lines. `prefix` begins each."""
+    last line of its kind. `interval`: decode steps between two lines. `rank`: whose lines they
+    are, where the ranks of one process have some each."""
 
     def __init__(
-        self, scheduler: Scheduler, page_size: int, interval: int, prefix: str = ""
+        self, scheduler: Scheduler, page_size: int, interval: int, rank: int | None = None
     ) -> None:
         self._scheduler = scheduler
-        self._prefill_line, self._decode_line = prefix + _PREFILL_LINE, prefix + _DECODE_LINE
+        self._extra = _of_rank(rank)
         self._page_size = page_size
         self._interval = interval
         self._num_decode_steps = 0
@@ -52,11 +55,23 @@ class StepLog:
             rate = new_tokens / seconds
             cached = sum(len(edit.pages) for edit in plan.edits) * self._page_size
             numbers = {"new_seqs": len(plan.edits), "new_tokens": new_tokens, "cached": cached}
-            logger.info(self._prefill_line.format(throughput=rate, **stats, **numbers))
+            line = _PREFILL_LINE.format(throughput=rate, **stats, **numbers)
+            logger.info(line, extra=self._extra)
             return
         self._num_decode_steps += 1
         if self._num_decode_steps % self._interval == 0:
             stats = self._scheduler.stats()
             rate = (stats["generation_tokens_total"] - self._generated) / self._seconds
             self._generated, self._seconds = stats["generation_tokens_total"], 0.0
-            logger.info(self._decode_line.format(throughput=rate, **stats))
+            logger.info(_DECODE_LINE.format(throughput=rate, **stats), extra=self._extra)
+
+
+def line_form(rank: int | None) -> logging.Formatter:
+    """Of lines that begin with the time and, of several ranks, with whose they are: this one, or
+    the one that a line brings."""
+    form, times = "[%(asctime)s%(rank)s] %(message)s", "%Y-%m-%d %H:%M:%S"
+    return logging.Formatter(form, times, defaults={"rank": ""} | _of_rank(rank))
+
+
+def _of_rank(rank: int | None) -> dict[str, str]:
+    return {} if rank is None else {"rank": f" DP{rank}"}

@@ -13,7 +13,7 @@ logger = logging.getLogger("jserve.engine")
 
 class Watchdog:
     """Dumps all stacks and calls `on_hang`, from its thread, when `busy_since` is `timeout` seconds
-    ago; once a tick that hangs.
+    ago, without those in which the whole process was stopped; once a tick that hangs.
 
     Args:
         timeout: 0: there is no watchdog.
@@ -34,10 +34,17 @@ class Watchdog:
         self._stopped.set()
 
     def _watch(self) -> None:
-        told: float | None = None
-        while not self._stopped.wait(min(self._timeout / 4, 5.0)):
-            since = self._busy_since()
-            if since not in (None, told) and time.monotonic() - since > self._timeout:
+        pause = min(self._timeout / 4, 5.0)
+        running = told = None  # ticks, by when they began
+        age, last = 0.0, time.monotonic()
+        while not self._stopped.wait(pause):
+            now, since = time.monotonic(), self._busy_since()
+            awake, last = min(now - last, 2 * pause), now  # all of this process may be stopped
+            if since is None or since != running:
+                running, age = since, min(now - (since or now), awake)
+            else:
+                age += awake
+            if since is not None and since != told and age > self._timeout:
                 told = since
                 logger.critical("a step takes more than %g s; all stacks follow", self._timeout)
                 faulthandler.dump_traceback()

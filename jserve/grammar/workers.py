@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from jserve.grammar.backend import GrammarUnavailable
+from jserve.processes import start_process
 from jserve.types import GrammarSpec
 
 #: Called in the process with its end of the pipe and the arguments; sends True when it is ready.
@@ -29,13 +30,9 @@ class Worker:
 
     def __init__(self, work: Work, arguments: tuple[Any, ...]) -> None:
         self.kinds: set[str] = set()
-        context = multiprocessing.get_context("spawn")
         self._pipe: Connection
-        self._pipe, other = context.Pipe()
-        self._process = context.Process(
-            target=work, args=(other, *arguments), name="jserve-grammar", daemon=True
-        )
-        self._process.start()
+        self._pipe, other = multiprocessing.Pipe()
+        self._process = start_process(work, (other, *arguments), "jserve-grammar")
         other.close()
 
     @property

@@ -16,7 +16,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from jserve.metrics.families import ALIASES, FAMILIES, Family
+from jserve.metrics.families import ALIASES, FAMILIES, OTHERS, Family
 from jserve.metrics.histogram import Histogram, numbers
 from jserve.metrics.priority import split_series
 from jserve.types import Gauges
@@ -24,6 +24,7 @@ from jserve.types import Gauges
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
 _RANKS = {"tp_rank": "0", "pp_rank": "0"}
 _UNKNOWN = Family("scheduler", "")
+_OTHERS = {name: Family("scheduler", about) for name, about in OTHERS.items()}
 _OF_RANKS = ("scheduler", "cache")  # whose metrics each data-parallel rank has
 _OF_ALL = ("num_dp_ranks",)  # … but not these
 _T = TypeVar("_T")
@@ -77,7 +78,7 @@ class Exposition(Collector):
             for rank, one in engine.ranks.items()
         }
         for name, more in given.items():
-            family = FAMILIES.get(name, _UNKNOWN)
+            family = FAMILIES.get(name) or _OTHERS.get(name, _UNKNOWN)
             series = list(dict.fromkeys((*family.series(name), *more)))
             shown = {"": (values, counts)}
             if ranks and family.source in _OF_RANKS and name not in _OF_ALL:

@@ -200,6 +200,25 @@ FAMILIES: Mapping[str, Family] = {
     ),
 }
 
+#: What else an engine tells of itself: shown once it has.
+OTHERS: Mapping[str, str] = {
+    "num_dp_ranks": "Data-parallel ranks that serve.",
+    "page_size": "Tokens of a page of the KV pool.",
+    "num_pages": "Pages of the KV pool.",
+    "context_len": "Most tokens of a request, prompt and answer.",
+    "kv_protected_tokens": "Cached KV tokens that live requests use.",
+    "num_waiting_tokens": "Tokens to compute of requests that wait, cached or not.",
+    "num_chunked_tokens": "Tokens left of the prompt that is cut.",
+    "num_chunked_requests_total": "Requests whose prompt was cut.",
+    "num_prefill_chunks_total": "Pieces of prompts that were computed.",
+    "prefill_tokens_total": "Prompt tokens that were computed.",
+    "uncached_tokens_total": "Prompt tokens that the cache did not hold.",
+    "num_jump_forward_tokens_total": "Tokens that a grammar left no choice of.",
+    "integrity_failures_total": "Checks at rest that found pages amiss: each is a fault.",
+    "steps_total": "Steps that were committed.",
+    "programs_pending": "Programs that are still to be compiled.",
+}
+
 #: Series that another one, of the same engine, stands for.
 ALIASES: Mapping[str, str] = {
     "realtime_tokens_total/prefill_compute": "prefill_tokens_total",

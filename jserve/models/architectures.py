@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jserve.errors import ConfigError
+from jserve.models.hf_values import text
 
 #: Architecture → model_type, as configs name them.
 ARCHITECTURES: Mapping[str, str] = {
@@ -39,9 +40,10 @@ def find_architecture(hf: Mapping[str, Any]) -> str:
         if name in ARCHITECTURES:
             return name
     by_type = {model_type: name for name, model_type in ARCHITECTURES.items()}
-    if not named and hf.get("model_type") in by_type:
-        return by_type[hf["model_type"]]
-    asked = ", ".join(named) or f"of model_type {hf.get('model_type')!r}"
+    model_type = text(hf, "model_type")
+    if not named and model_type in by_type:
+        return by_type[model_type]
+    asked = ", ".join(named) or f"of model_type {model_type!r}"
     raise ConfigError(
         f"the architecture {asked} is not supported; known: {', '.join(ARCHITECTURES)}"
     )

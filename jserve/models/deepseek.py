@@ -21,7 +21,7 @@ from jserve.layers.linear import Linear
 from jserve.layers.norm import RMSNorm
 from jserve.layers.rope import Rotary
 from jserve.models.blueprint import Blueprint, Feed, dense_mlp
-from jserve.models.hf_config import count, number
+from jserve.models.hf_values import count, count_or_none, flag, from_zero, number, one_of
 from jserve.models.latent_layout import LatentLayout
 from jserve.models.moe import MoENames
 from jserve.models.rope_scaling import yarn_growth
@@ -171,8 +171,8 @@ def adapt_deepseek_v2(config: ModelConfig, hf: Mapping[str, Any]) -> ModelConfig
     """Experts are chosen among all, or group_limited: groups are worth their best expert. Weights
     that are divided by their sum are not scaled.
     """
-    limited = _one_of(hf, "topk_method", ("greedy", "group_limited_greedy")) != "greedy"
-    _one_of(hf, "scoring_func", ("softmax",))
+    limited = one_of(hf, "topk_method", ("greedy", "group_limited_greedy")) != "greedy"
+    one_of(hf, "scoring_func", ("softmax",))
     config = _latent(config, hf)
     moe = _experts(config, hf, group_by="max", groups=limited)
     if moe is not None and moe.renormalize:
@@ -182,8 +182,8 @@ def adapt_deepseek_v2(config: ModelConfig, hf: Mapping[str, Any]) -> ModelConfig
 
 def adapt_deepseek_v3(config: ModelConfig, hf: Mapping[str, Any]) -> ModelConfig:
     """Experts are chosen with a learned bias; groups are worth the sum of their best two."""
-    _one_of(hf, "topk_method", ("noaux_tc",))
-    _one_of(hf, "scoring_func", ("sigmoid",))
+    one_of(hf, "topk_method", ("noaux_tc",))
+    one_of(hf, "scoring_func", ("sigmoid",))
     config = _latent(config, hf)
     moe = _experts(config, hf, group_by="top2_sum", groups=True)
     if moe is not None:
@@ -191,24 +191,15 @@ def adapt_deepseek_v3(config: ModelConfig, hf: Mapping[str, Any]) -> ModelConfig
     return dataclasses.replace(config, moe=moe)
 
 
-def _one_of(hf: Mapping[str, Any], key: str, served: tuple[str, ...]) -> str:
-    if hf[key] not in served:
-        raise ConfigError(
-            f"the model's config: {key} {hf[key]!r} is not supported here, "
-            f"only {' and '.join(served)}"
-        )
-    return hf[key]
-
-
 def _latent(config: ModelConfig, hf: Mapping[str, Any]) -> ModelConfig:
     """What both say of attention. `head_dim` is that of the rotated columns."""
     latent = LatentConfig(
         kv_rank=count(hf, "kv_lora_rank"),
-        query_rank=count(hf, "q_lora_rank") if "q_lora_rank" in hf else None,
+        query_rank=count_or_none(hf, "q_lora_rank"),
         nope_dim=count(hf, "qk_nope_head_dim"),
         rope_dim=count(hf, "qk_rope_head_dim"),
         value_dim=count(hf, "v_head_dim"),
-        interleaved=bool(hf["rope_interleave"]),
+        interleaved=flag(hf, "rope_interleave"),
     )
     if latent.rope_dim % 2:
         raise ConfigError(
@@ -223,8 +214,8 @@ def _latent(config: ModelConfig, hf: Mapping[str, Any]) -> ModelConfig:
         num_kv_heads=1,
         head_dim=latent.rope_dim,
         attention_scale=(latent.nope_dim + latent.rope_dim) ** -0.5 * growth**2,
-        output_bias=bool(hf.get("attention_bias")),
-        mlp_bias=bool(hf.get("mlp_bias")),
+        output_bias=flag(hf, "attention_bias"),
+        mlp_bias=flag(hf, "mlp_bias"),
     )
 
 
@@ -232,7 +223,7 @@ def _experts(
     config: ModelConfig, hf: Mapping[str, Any], *, group_by: str, groups: bool
 ) -> MoEConfig | None:
     """None where every layer is dense."""
-    first, step = _from_zero(hf, "first_k_dense_replace"), count(hf, "moe_layer_freq")
+    first, step = from_zero(hf, "first_k_dense_replace"), count(hf, "moe_layer_freq")
     sparse = tuple(n >= first and n % step == 0 for n in range(config.num_layers))
     if "n_routed_experts" not in hf or not any(sparse):
         return None
@@ -250,16 +241,12 @@ def _experts(
         num_experts=experts,
         top_k=top_k,
         width=width,
-        renormalize=bool(hf["norm_topk_prob"]),
+        renormalize=flag(hf, "norm_topk_prob"),
         scale=number(hf, "routed_scaling_factor", 1.0),
         num_groups=num,
         top_groups=top,
         group_by=group_by,
-        shared_width=_from_zero(hf, "n_shared_experts") * width,
+        shared_width=from_zero(hf, "n_shared_experts") * width,
         activation=config.activation,
         sparse_layers=sparse,
     )
-
-
-def _from_zero(hf: Mapping[str, Any], key: str) -> int:
-    return count(hf, key) if hf[key] != 0 else 0

@@ -13,7 +13,8 @@ from jserve.batch import CallContext
 from jserve.errors import ConfigError
 from jserve.layers.rope import Rotary
 from jserve.models.blueprint import Blueprint, dense_mlp
-from jserve.models.hf_config import rope_config
+from jserve.models.hf_config import rope_config, rope_settings
+from jserve.models.hf_values import count, flag, layer_kinds, number, number_or_none, section
 from jserve.types import ModelConfig
 from pallas_kernels.attention import KVLayer
 
@@ -70,33 +71,32 @@ def adapt_gemma3(config: ModelConfig, hf: Mapping[str, Any]) -> ModelConfig:
     """Both ropes come from `rope_parameters` by layer type, or from rope_theta,
     rope_local_base_freq and rope_scaling.
     """
-    if hf.get("use_bidirectional_attention"):
+    if flag(hf, "use_bidirectional_attention"):
         raise ConfigError(
             "Gemma 3 with use_bidirectional_attention is an encoder; it cannot generate"
         )
-    pattern = hf["sliding_window_pattern"]
-    kinds = hf.get("layer_types") or [
+    pattern, window = count(hf, "sliding_window_pattern"), count(hf, "sliding_window")
+    usual = [
         "sliding_attention" if (layer + 1) % pattern else "full_attention"
         for layer in range(config.num_layers)
     ]
-    by_kind = hf.get("rope_parameters") or {}
+    by_kind = rope_settings(hf)
     if "full_attention" not in by_kind:
-        by_kind = {"full_attention": by_kind or hf.get("rope_scaling") or {}}
-    bias = bool(hf.get("attention_bias"))
+        by_kind = {"full_attention": by_kind}
+    full, sliding = (section(by_kind, kind) for kind in ("full_attention", "sliding_attention"))
+    bias = flag(hf, "attention_bias")
     return dataclasses.replace(
         config,
         qk_norm=True,
         qkv_bias=bias,
         output_bias=bias,
         windows=tuple(
-            hf["sliding_window"] if kind == "sliding_attention" else None for kind in kinds
+            window if kind == "sliding_attention" else None for kind in layer_kinds(hf, usual)
         ),
-        rope=rope_config(hf, by_kind.get("full_attention") or {}, theta=hf["rope_theta"]),
-        rope_local=rope_config(
-            hf, by_kind.get("sliding_attention") or {}, theta=hf["rope_local_base_freq"]
-        ),
-        attention_scale=hf["query_pre_attn_scalar"] ** -0.5,
-        attention_soft_cap=hf.get("attn_logit_softcapping"),
-        final_soft_cap=hf.get("final_logit_softcapping"),
+        rope=rope_config(hf, full, theta=number(hf, "rope_theta", 1e6)),
+        rope_local=rope_config(hf, sliding, theta=number(hf, "rope_local_base_freq", 1e4)),
+        attention_scale=number(hf, "query_pre_attn_scalar", 256) ** -0.5,
+        attention_soft_cap=number_or_none(hf, "attn_logit_softcapping"),
+        final_soft_cap=number_or_none(hf, "final_logit_softcapping"),
         embed_scale=config.hidden_size**0.5,
     )

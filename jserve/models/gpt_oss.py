@@ -15,7 +15,7 @@ import numpy as np
 
 from jserve.errors import ConfigError
 from jserve.models.blueprint import place_as_is
-from jserve.models.hf_config import count
+from jserve.models.hf_values import count, flag, layer_kinds
 from jserve.models.moe import ExpertShape, MoENames
 from jserve.types import ModelConfig, MoEConfig
 from jserve.weights.spec import Piece
@@ -53,10 +53,11 @@ def adapt_gpt_oss(config: ModelConfig, hf: Mapping[str, Any]) -> ModelConfig:
             raise ConfigError(
                 f"the model's config: {key} {hf[key]} is not supported, only {served}"
             )
-    kinds = hf.get("layer_types") or [
+    usual = [
         "full_attention" if layer % 2 else "sliding_attention" for layer in range(config.num_layers)
     ]
-    window, biased = count(hf, "sliding_window"), bool(hf["attention_bias"])
+    kinds = layer_kinds(hf, usual)
+    window, biased = count(hf, "sliding_window"), flag(hf, "attention_bias")
     return dataclasses.replace(
         config,
         qkv_bias=biased,

@@ -6,20 +6,22 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from jserve.models.hf_values import count, count_or_none, flag, from_zero, layer_kinds
 from jserve.types import ModelConfig
 
 MISTRAL_DEFAULTS: Mapping[str, Any] = {"sliding_window": 4096}
 
 
 def adapt_llama(config: ModelConfig, hf: Mapping[str, Any]) -> ModelConfig:
-    bias = bool(hf.get("attention_bias"))
+    bias = flag(hf, "attention_bias")
     return dataclasses.replace(
-        config, qkv_bias=bias, output_bias=bias, mlp_bias=bool(hf.get("mlp_bias"))
+        config, qkv_bias=bias, output_bias=bias, mlp_bias=flag(hf, "mlp_bias")
     )
 
 
 def adapt_mistral(config: ModelConfig, hf: Mapping[str, Any]) -> ModelConfig:
-    return dataclasses.replace(config, windows=(hf.get("sliding_window"),) * config.num_layers)
+    window = count_or_none(hf, "sliding_window")
+    return dataclasses.replace(config, windows=(window,) * config.num_layers)
 
 
 def adapt_qwen2(config: ModelConfig, hf: Mapping[str, Any]) -> ModelConfig:
@@ -27,7 +29,7 @@ def adapt_qwen2(config: ModelConfig, hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def adapt_qwen3(config: ModelConfig, hf: Mapping[str, Any]) -> ModelConfig:
-    bias = bool(hf.get("attention_bias"))
+    bias = flag(hf, "attention_bias")
     return dataclasses.replace(
         config,
         qk_norm=True,
@@ -39,15 +41,21 @@ def adapt_qwen3(config: ModelConfig, hf: Mapping[str, Any]) -> ModelConfig:
 
 def _late_windows(config: ModelConfig, hf: Mapping[str, Any]) -> tuple[int | None, ...]:
     """From layer max_window_layers on, or as layer_types says."""
-    first = hf.get("max_window_layers", 28)
+    first = from_zero(hf, "max_window_layers", 28)
     usual = [
         "sliding_attention" if layer >= first else "full_attention"
         for layer in range(config.num_layers)
     ]
-    return qwen_windows(hf, hf.get("layer_types") or usual)
+    return qwen_windows(hf, layer_kinds(hf, usual))
 
 
 def qwen_windows(hf: Mapping[str, Any], kinds: Iterable[str]) -> tuple[int | None, ...]:
     """Of layers of these kinds; only with use_sliding_window."""
-    window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
+    window = used_window(hf)
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def used_window(hf: Mapping[str, Any]) -> int | None:
+    """None without use_sliding_window."""
+    window = count(hf, "sliding_window", 4096)
+    return window if flag(hf, "use_sliding_window") else None

@@ -9,8 +9,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from jserve.errors import ConfigError
-from jserve.models.hf_config import count
-from jserve.models.hf_llama import adapt_mistral, adapt_qwen2, adapt_qwen3, qwen_windows
+from jserve.models.hf_llama import (
+    adapt_mistral,
+    adapt_qwen2,
+    adapt_qwen3,
+    qwen_windows,
+    used_window,
+)
+from jserve.models.hf_values import count, flag, from_zero, layer_kinds, numbers_from_zero
 from jserve.models.moe import MoENames
 from jserve.types import ModelConfig, MoEConfig
 
@@ -54,7 +60,7 @@ def adapt_mixtral(config: ModelConfig, hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def adapt_qwen2_moe(config: ModelConfig, hf: Mapping[str, Any]) -> ModelConfig:
-    qkv_bias, windows = bool(hf.get("qkv_bias", True)), _qwen2_moe_windows(config, hf)
+    qkv_bias, windows = flag(hf, "qkv_bias", True), _qwen2_moe_windows(config, hf)
     config = dataclasses.replace(adapt_qwen2(config, hf), qkv_bias=qkv_bias, windows=windows)
     shared = count(hf, "shared_expert_intermediate_size")
     moe = dataclasses.replace(_qwen(config, hf), shared_width=shared, shared_gate=True)
@@ -64,18 +70,17 @@ def adapt_qwen2_moe(config: ModelConfig, hf: Mapping[str, Any]) -> ModelConfig:
 def _qwen2_moe_windows(config: ModelConfig, hf: Mapping[str, Any]) -> tuple[int | None, ...]:
     """With use_sliding_window, of every other layer before max_window_layers, or as layer_types
     says."""
-    before = hf.get("max_window_layers", 28)
+    before = from_zero(hf, "max_window_layers", 28)
     usual = [
         "sliding_attention" if layer % 2 == 0 and layer < before else "full_attention"
         for layer in range(config.num_layers)
     ]
-    return qwen_windows(hf, hf.get("layer_types") or usual)
+    return qwen_windows(hf, layer_kinds(hf, usual))
 
 
 def adapt_qwen3_moe(config: ModelConfig, hf: Mapping[str, Any]) -> ModelConfig:
     """Every layer has the window, where there is one."""
-    window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
-    windows = (window,) * config.num_layers
+    windows = (used_window(hf),) * config.num_layers
     config = dataclasses.replace(adapt_qwen3(config, hf), windows=windows)
     return dataclasses.replace(config, moe=_qwen(config, hf))
 
@@ -96,15 +101,14 @@ def _qwen(config: ModelConfig, hf: Mapping[str, Any]) -> MoEConfig:
     """Every `decoder_sparse_step`-th layer is sparse, but those of `mlp_only_layers`. What
     `norm_topk_prob` asks for is softmax over the chosen logits.
     """
-    step, dense = count(hf, "decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
-    if not isinstance(dense, list | tuple):
-        raise ConfigError(f"the model's config: mlp_only_layers must be a list, is {dense!r}")
+    step = count(hf, "decoder_sparse_step", 1)
+    dense = numbers_from_zero(hf, "mlp_only_layers")
     num_experts, top_k = choice_of(hf)
     return MoEConfig(
         num_experts=num_experts,
         top_k=top_k,
         width=count(hf, "moe_intermediate_size"),
-        scoring="softmax_topk" if hf.get("norm_topk_prob") else "softmax",
+        scoring="softmax_topk" if flag(hf, "norm_topk_prob") else "softmax",
         activation=config.activation,
         sparse_layers=tuple(
             (layer + 1) % step == 0 and layer not in dense for layer in range(config.num_layers)

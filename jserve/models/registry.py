@@ -11,11 +11,13 @@ from jserve.errors import ConfigError
 from jserve.models import deepseek, gemma3, gpt_oss, hf_llama, hf_moe, llama
 from jserve.models.architectures import find_architecture
 from jserve.models.blueprint import BlockFactory, Blueprint, Decoder
-from jserve.models.hf_config import common_config
+from jserve.models.hf_config import check_token_ids, common_config
+from jserve.models.hf_values import section, wrong
 from jserve.models.model import Model
 from jserve.models.moe import ExpertPieces, MoENames, per_expert, sparse_mlp
 from jserve.models.split import check_split
 from jserve.types import ModelConfig
+from jserve.weights.checkpoint import Checkpoint, naming
 from sharding.rules import Rules
 
 
@@ -23,13 +25,15 @@ from sharding.rules import Rules
 class Family:
     """One architecture: `adapt` fills in what common_config leaves, `defaults` stand in for keys
     that configs omit. `sparse` builds the layers with experts, where others have none.
-    `quantizations` are the packed forms that its checkpoints are read from.
+    Null stands for the default too, but in the keys of `nullable`, where it says that there is
+    none. `quantizations` are the packed forms that its checkpoints are read from.
     """
 
     adapt: Callable[[ModelConfig, Mapping[str, Any]], ModelConfig]
     block: BlockFactory = llama.LlamaBlock
     sparse: BlockFactory | None = None
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    nullable: tuple[str, ...] = ()
     norm_offset: float = 0.0
     prefix: str = ""
     quantizations: tuple[str, ...] = ()
@@ -65,10 +69,15 @@ def _moe(
 
 FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": Family(hf_llama.adapt_llama),
-    "MistralForCausalLM": Family(hf_llama.adapt_mistral, defaults=hf_llama.MISTRAL_DEFAULTS),
+    "MistralForCausalLM": Family(
+        hf_llama.adapt_mistral, defaults=hf_llama.MISTRAL_DEFAULTS, nullable=("sliding_window",)
+    ),
     "Qwen2ForCausalLM": Family(hf_llama.adapt_qwen2),
     "Qwen3ForCausalLM": Family(hf_llama.adapt_qwen3),
-    "MixtralForCausalLM": _moe(hf_moe.adapt_mixtral, hf_moe.MIXTRAL, hf_moe.MIXTRAL_DEFAULTS),
+    "MixtralForCausalLM": dataclasses.replace(
+        _moe(hf_moe.adapt_mixtral, hf_moe.MIXTRAL, hf_moe.MIXTRAL_DEFAULTS),
+        nullable=("num_key_value_heads",),
+    ),
     "Qwen2MoeForCausalLM": _moe(hf_moe.adapt_qwen2_moe, MoENames(), hf_moe.QWEN2_MOE_DEFAULTS),
     "Qwen3MoeForCausalLM": _moe(hf_moe.adapt_qwen3_moe, MoENames(), hf_moe.QWEN3_MOE_DEFAULTS),
     "GptOssForCausalLM": _moe(
@@ -85,6 +94,14 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
+def model_config_of(checkpoint: Checkpoint) -> ModelConfig:
+    """parse_config of a checkpoint's files; errors name the file."""
+    with naming(checkpoint.path / "generation_config.json"):
+        check_token_ids(checkpoint.generation_config)
+    with naming(checkpoint.config_file):
+        return parse_config(checkpoint.hf_config, checkpoint.generation_config)
+
+
 def parse_config(hf: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
     """ModelConfig of a Hugging Face config dict, with its generation_config where there is one.
 
@@ -94,15 +111,16 @@ def parse_config(hf: Mapping[str, Any], generation: Mapping[str, Any] | None = N
     architecture = find_architecture(hf)
     family = FAMILIES[architecture]
     # A multi-modal config keeps the language model's own settings one level down.
-    merged = {**_present(hf), **_present(hf.get("text_config"))}
-    stated = hf.keys() | (hf.get("text_config") or {}).keys()
-    merged |= {key: value for key, value in family.defaults.items() if key not in stated}
-    packing = merged.get("quantization_config") or merged.get("compression_config") or {}
+    nested = section(hf, "text_config")
+    merged = {**_present(hf), **_present(nested)}
+    none = {key for key in family.nullable if key in hf or key in nested}
+    defaults = {key: value for key, value in family.defaults.items() if key not in none}
+    merged = {**defaults, **merged}
+    packing = section(merged, "quantization_config") or section(merged, "compression_config")
     _check_packing(architecture, packing)
     config = family.adapt(common_config(architecture, merged, generation or {}), merged)
-    if len(config.windows) != config.num_layers:
-        lengths = f"{len(config.windows)} layers, num_hidden_layers is {config.num_layers}"
-        raise ConfigError(f"the model's config: layer_types is of {lengths}")
+    if config.head_dim % 2:
+        raise wrong("head_dim", "even", config.head_dim)
     return config
 
 
@@ -133,10 +151,8 @@ def build_model(
     return Model(config, decoder, cache, page_size=page_size)
 
 
-def _check_packing(architecture: str, packing: Any) -> None:
+def _check_packing(architecture: str, packing: Mapping[str, Any]) -> None:
     """Raises ConfigError unless the family's weights are read from that form."""
-    if not isinstance(packing, Mapping):
-        raise ConfigError(f"the model's config: quantization_config is no object: {packing!r}")
     served = FAMILIES[architecture].quantizations
     if packing and packing.get("quant_method") not in served:
         known = f"only {' and '.join(served)}" if served else "nor any other quantization"
@@ -146,9 +162,5 @@ def _check_packing(architecture: str, packing: Any) -> None:
         )
 
 
-def _present(settings: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Null means none in a config file, also where the family has a default."""
-    if not isinstance(settings, Mapping | None):
-        raise ConfigError(f"the model's config: text_config must be an object, is {settings!r}")
-    settings = settings or {}
+def _present(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if value is not None}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 #: (full sampler, logprobs) of the head's variants; each does what those before it do, and more.
@@ -53,6 +53,11 @@ class Buckets:
         for variant in HEADS[2 if logprobs else int(full) :]:
             for held in at_least(self.rows, rows):
                 yield Key("head", held, *variant)
+
+
+def first_ready(keys: Iterable[Key], ready: Container[Key]) -> Key:
+    """The best one that is `ready` of programs that all serve; the last of them always is."""
+    return next(key for key in keys if key in ready)
 
 
 def at_least(sizes: Sequence[int], size: int) -> Sequence[int]:

@@ -19,6 +19,7 @@ import jax
 
 from jserve.runner.buckets import Key
 from jserve.runner.guard import CompileGuard
+from jserve.runner.jax_settings import pinned
 from jserve.runner.store import ProgramStore
 
 logger = logging.getLogger("jserve.runner")
@@ -40,7 +41,8 @@ class Program:
         jitted = jax.jit(
             self.function, donate_argnums=self.donated, out_shardings=self.out_shardings
         )
-        return jitted.lower(*self.arguments)
+        with pinned():
+            return jitted.lower(*self.arguments)
 
 
 class Manifest:
@@ -91,7 +93,8 @@ class Manifest:
         self._guard.arm()
 
     def wait_all(self) -> None:
-        """Block until every program is compiled; raises what a compilation raised."""
+        """Block until every program is compiled; raises what a compilation raised. For
+        measurements and tests: an engine serves meanwhile."""
         for future in self._futures:
             future.result()
 

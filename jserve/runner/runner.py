@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import jax
 import numpy as np
@@ -22,7 +22,7 @@ from jserve.batch import Hidden, SlotState
 from jserve.cache.pool import KVPool
 from jserve.plan import Kind, StepOutcome, StepPlan
 from jserve.runner import logprobs
-from jserve.runner.buckets import Key
+from jserve.runner.buckets import Key, first_ready
 from jserve.runner.guard import CompileGuard
 from jserve.runner.manifest import Manifest
 from jserve.runner.masks import allow_everything, pad_mask
@@ -33,7 +33,8 @@ from jserve.runner.score import ScoreInFlight
 
 @dataclasses.dataclass(slots=True)
 class InFlight:
-    """One launched step. `hidden` lives until finish, the outputs until read."""
+    """One launched step. `hidden` lives until finish, the outputs until read; `out` is the head's,
+    or where nothing samples the forward's slots, which tell that the step has run."""
 
     plan: StepPlan
     hidden: Hidden | None
@@ -45,8 +46,6 @@ class InFlight:
         """Wait for the step and copy its results to the host."""
         assert self.hidden is None, f"step {self.plan.step} was not finished"
         score = None if self.score is None else self.score.read()
-        if self.out is None:
-            return StepOutcome(np.zeros(0, np.int32), None, score)
         out = np.asarray(self.out)[: self.num_sampled]
         tokens = np.array(out if out.ndim == 1 else out[:, 0])  # the head may do more than asked
         numbers = logprobs.read(out[:, 1:]) if self.plan.logprobs else None
@@ -76,17 +75,18 @@ class Runner:
         self.tokens: Counter[str] = Counter()  # of the steps launched, by kind
         self.manifest, self._programs = manifest, programs
         self._buckets, self._ready = programs.buckets, manifest.ready
-        shapes = programs.shapes
-        self.group_pages = shapes.group_pages
+        shapes, self.group_pages = programs.shapes, programs.shapes.group_pages
         self._params = tuple(params[spec.path] for spec in shapes.model.specs)
         self._head_params = tuple(params[path] for path in shapes.model.head_params)
         self._no_mask = allow_everything(self._buckets.rows, shapes.vocab, shapes.replicated)
         self.reset()
 
     def close(self) -> None:
-        """Stop background compilation and drop the process-wide listener."""
+        """Stop background compilation, drop the process-wide listener and what is on the device."""
         self.manifest.cancel()
         self.guard.close()
+        self._params, self._head_params, self._no_mask = (), (), {}
+        self._kv = self._state = None
 
     def reset(self) -> None:
         """A zeroed pool and state, e.g. after a failed launch; nothing cached survives."""
@@ -112,8 +112,8 @@ class Runner:
             keys = self._buckets.forwards(mixed, plan.num_tokens)
             if plan.score is not None:
                 keys = (key for key in keys if Key("score", key.size) in self._ready)
-            key, forward = self._first_ready(keys)
-            kind = "mixed" if mixed else "decode"
+            key = first_ready(keys, self._ready)
+            forward, kind = self._ready[key], "mixed" if mixed else "decode"
             self.tokens[f"bucket_real_tokens_total/{kind}"] += plan.num_tokens
             self.tokens[f"bucket_padded_tokens_total/{kind}"] += key.size
             # A Compiled call uploads numpy itself, 0.3 ms sooner than a device_put before it.
@@ -130,6 +130,7 @@ class Runner:
         plan, hidden = flight.plan, flight.hidden
         assert hidden is not None and self._state is not None, f"step {plan.step} was finished"
         with self.guard:
+            flight.out = hidden.slots
             if flight.num_sampled:
                 self._head(flight, hidden, mask)
             if plan.score is not None:
@@ -140,8 +141,6 @@ class Runner:
             flight.hidden = None
 
     def _edit(self, plan: StepPlan) -> None:
-        if not plan.edits:
-            return
         for packed in self._programs.edit_layout.pack(plan.edits):
             self._state = self._ready[Key("edit")](self._state, packed)
         resumed = [edit for edit in plan.edits if len(edit.output_ids)]
@@ -150,14 +149,9 @@ class Runner:
 
     def _head(self, flight: InFlight, hidden: Hidden, mask: np.ndarray | None) -> None:
         variant = flight.plan.full_sampler, flight.plan.logprobs
-        key, head = self._first_ready(self._buckets.heads(flight.num_sampled, *variant))
+        key = first_ready(self._buckets.heads(flight.num_sampled, *variant), self._ready)
         allowed = self._no_mask[key.size] if mask is None else pad_mask(mask, key.size)
         rows = (hidden.rows, hidden.slots, hidden.output_index)
-        self._state, out = head(self._head_params, self._state, *rows, allowed)
+        self._state, out = self._ready[key](self._head_params, self._state, *rows, allowed)
         out.copy_to_host_async()
         flight.out = out
-
-    def _first_ready(self, keys: Iterable[Key]) -> tuple[Key, jax.stages.Compiled]:
-        """The best compiled one of programs that all serve; the last of them always is."""
-        key = next(key for key in keys if key in self._ready)
-        return key, self._ready[key]

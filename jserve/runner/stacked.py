@@ -23,7 +23,7 @@ from jserve.batch import Hidden, SlotState
 from jserve.cache.pool import KVPool
 from jserve.plan import Kind, StepOutcome, StepPlan
 from jserve.runner import logprobs
-from jserve.runner.buckets import Key
+from jserve.runner.buckets import Key, first_ready
 from jserve.runner.guard import CompileGuard
 from jserve.runner.inputs import EditLayout, StepLayout
 from jserve.runner.manifest import Manifest
@@ -38,8 +38,8 @@ Plans = Sequence[StepPlan | None]
 
 @dataclasses.dataclass(slots=True)
 class StackedInFlight:
-    """One launched step of all ranks. `hidden` lives until finish, the outputs until read;
-    `scores`: for each launch the positions that each rank holds, and the output."""
+    """One launched step of all ranks, as InFlight; `scores`: for each launch the positions that
+    each rank holds, and the output."""
 
     plans: Plans
     hidden: Hidden | None
@@ -50,7 +50,7 @@ class StackedInFlight:
     def read(self) -> list[StepOutcome | None]:
         """Wait for the step and copy its results to the host; None where there was no plan."""
         assert self.hidden is None, "the step was not finished"
-        out = None if self.out is None else np.asarray(self.out)
+        out = np.asarray(self.out)
         blocks = [(held, np.asarray(block)) for held, block in self.scores]
         return [
             None if plan is None else self._outcome(rank, plan, out, blocks)
@@ -61,14 +61,12 @@ class StackedInFlight:
         self,
         rank: int,
         plan: StepPlan,
-        out: np.ndarray | None,
+        out: np.ndarray,
         blocks: list[tuple[Sequence[int], np.ndarray]],
     ) -> StepOutcome:
         score = None
         if plan.score is not None:
             score = read_score(plan.score, [block[rank, : held[rank]] for held, block in blocks])
-        if out is None:
-            return StepOutcome(np.zeros(0, np.int32), None, score)
         mine = out[rank, : self.num_sampled[rank]]
         tokens = np.array(mine if mine.ndim == 1 else mine[:, 0])
         numbers = logprobs.read(mine[:, 1:]) if plan.logprobs else None
@@ -119,9 +117,11 @@ class StackedRunner:
         self.reset()
 
     def close(self) -> None:
-        """Stop background compilation and drop the process-wide listener."""
+        """Stop background compilation, drop the process-wide listener and what is on the device."""
         self.manifest.cancel()
         self.guard.close()
+        self._params, self._head_params, self._no_mask = (), (), {}
+        self._kv = self._state = None
 
     def reset(self) -> None:
         """Zeroed pools and states, e.g. after a failed launch; nothing cached survives."""
@@ -148,8 +148,8 @@ class StackedRunner:
             keys = self._buckets.forwards(mixed, max(plan.num_tokens for plan in live))
             if scored:
                 keys = (key for key in keys if Key("score", key.size) in self._ready)
-            key, forward = self._first_ready(keys)
-            layout = self._programs.layout(mixed, key.size)
+            key = first_ready(keys, self._ready)
+            forward, layout = self._ready[key], self._programs.layout(mixed, key.size)
             kind = "mixed" if mixed else "decode"
             counters = (self.tokens, *(rank.tokens for rank in self.others))
             for plan, tokens in zip(plans, counters, strict=True):
@@ -166,6 +166,7 @@ class StackedRunner:
         hidden = flight.hidden
         assert hidden is not None and self._state is not None, "the step was finished"
         with self.guard:
+            flight.out = hidden.slots
             if any(flight.num_sampled):
                 self._head(flight, hidden, masks)
             if any(plan is not None and plan.score is not None for plan in flight.plans):
@@ -186,13 +187,13 @@ class StackedRunner:
     ) -> None:
         live = [plan for plan in flight.plans if plan is not None]
         variant = any(plan.full_sampler for plan in live), any(plan.logprobs for plan in live)
-        key, head = self._first_ready(self._buckets.heads(max(flight.num_sampled), *variant))
+        key = first_ready(self._buckets.heads(max(flight.num_sampled), *variant), self._ready)
         allowed = self._no_mask[key.size]
         if any(mask is not None for mask in masks):
             free = np.zeros((0, allowed.shape[2]), np.int32)
             allowed = np.stack([pad_mask(free if m is None else m, key.size) for m in masks])
         rows = (hidden.rows, hidden.slots, hidden.output_index)
-        self._state, out = head(self._head_params, self._state, *rows, allowed)
+        self._state, out = self._ready[key](self._head_params, self._state, *rows, allowed)
         out.copy_to_host_async()
         flight.out = out
 
@@ -208,11 +209,6 @@ class StackedRunner:
             out = program(self._head_params, ids, hidden.all, np.stack(packed))
             out.copy_to_host_async()
             flight.scores.append((held, out))
-
-    def _first_ready(self, keys: Iterable[Key]) -> tuple[Key, jax.stages.Compiled]:
-        """The best compiled one of programs that all serve; the last of them always is."""
-        key = next(key for key in keys if key in self._ready)
-        return key, self._ready[key]
 
 
 def no_step(layout: StepLayout) -> np.ndarray:

@@ -124,7 +124,7 @@ class Scheduler:
         self._roster.num_in_flight -= 1
         rows, first_chunk = cast(tuple[Row, ...], plan.rows), plan.num_decode_rows
         if outcome.score is not None:
-            keep_scores(rows, plan, outcome.score)
+            keep_scores(rows, plan, outcome.score, self._roster.end)
         for row, kv_len in zip(rows[first_chunk:], plan.kv_lens[first_chunk:], strict=True):
             if row.alive:
                 self._roster.finish_chunk(row.request, bool(kv_len == len(row.tokens)))

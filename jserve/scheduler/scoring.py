@@ -5,12 +5,14 @@ whose the answers are. Steps without such a request never come here.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
 from jserve.plan import Score, ScoreOutcome, StepPlan
-from jserve.scheduler.request import Row
+from jserve.scheduler.request import Request, Row
 from jserve.scheduler.rows import Chunk
+from jserve.types import FinishReason
 
 
 def plan_scores(num_decode: int, chunks: Sequence[Chunk]) -> Score | None:
@@ -32,15 +34,26 @@ def plan_scores(num_decode: int, chunks: Sequence[Chunk]) -> Score | None:
     return Score(np.concatenate(tokens), np.concatenate(targets), np.concatenate(slots), want_top)
 
 
-def keep_scores(rows: Sequence[Row], plan: StepPlan, score: ScoreOutcome) -> None:
-    """Hand each prompt row its part of the answer, in the order of plan_scores."""
+class End(Protocol):
+    """As Roster.end."""
+
+    def __call__(self, request: Request, finish: FinishReason, *, keep: bool) -> None: ...
+
+
+def keep_scores(rows: Sequence[Row], plan: StepPlan, score: ScoreOutcome, end: End) -> None:
+    """Hand each prompt row its part of the answer, in the order of plan_scores. A request with NaN
+    among them ends."""
     at = 0
     for r in range(plan.num_decode_rows, len(rows)):
         row, kv_len = rows[r], int(plan.kv_lens[r])
         first, last = _span(row, kv_len - int(plan.q_lens[r]), kv_len)
         part = slice(at, at + last - first)
         at = part.stop
-        if row.alive and first < last and row.request.logprobs is not None:
+        if not row.alive or first == last or row.request.logprobs is None:
+            continue
+        if np.isnan(score.values[part]).any():
+            end(row.request, FinishReason(type="stop", matched="NaN happened"), keep=False)
+        else:
             row.request.logprobs.add_scores(
                 ScoreOutcome(
                     values=score.values[part],

@@ -1,4 +1,4 @@
-"""The numbers that a scheduler is built with. Where they come from is config.py's business."""
+"""The numbers that a scheduler is built with. Where they come from is config's business."""
 
 from __future__ import annotations
 

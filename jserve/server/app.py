@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
-import signal
 import socket
 import threading
 
@@ -37,6 +36,7 @@ from jserve.server.pause import PauseRoutes
 from jserve.server.query import with_query
 from jserve.server.ranked import with_rank
 from jserve.server.replies import error_response
+from jserve.server.signals import Signals
 from jserve.server.thinking import thinking
 from jserve.server.tokens import TokenRoutes
 
@@ -61,7 +61,8 @@ def create_app(engine: Engine, config: Config) -> FastAPI:
 
 
 def serve(config: Config) -> None:
-    """Serve until SIGINT or SIGTERM. Answers 503 while the model loads.
+    """Serve until SIGINT or SIGTERM. Answers 503 while the model loads. A second SIGINT ends the
+    process.
 
     Raises ConfigError, before it listens, for a port that is taken and what else is known to be
     wrong by then; later what the engine's start-up raises, and EngineDeadError when it ends.
@@ -79,19 +80,20 @@ def serve(config: Config) -> None:
         access_log=config.server.log_requests,
         timeout_keep_alive=60,
         timeout_graceful_shutdown=2 * _GRACE,
+        lifespan="off",
     )
     # what it says of its own start and end is said here; its errors are not
     log = logging.getLogger("uvicorn.error")
     log.setLevel(max(logging.WARNING, log.level))
     server = uvicorn.Server(options)
-    # uvicorn raises the signal that stopped it once more; handled here too, so that the exit is 0.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, server.handle_exit)
+    signals = Signals(server)
     with asyncio.Runner(loop_factory=options.get_loop_factory()) as runner:
-        runner.run(_supervise(serving, server, listener))
+        runner.run(_supervise(serving, server, listener, signals))
 
 
-async def _supervise(serving: Serving, server: uvicorn.Server, listener: socket.socket) -> None:
+async def _supervise(
+    serving: Serving, server: uvicorn.Server, listener: socket.socket, signals: Signals
+) -> None:
     """Run the HTTP server and, beside it, load the engine and watch it."""
     http = asyncio.create_task(server.serve(sockets=[listener]))
     loading, port = asyncio.wrap_future(_load(serving.config)), listener.getsockname()[1]
@@ -114,10 +116,18 @@ async def _supervise(serving: Serving, server: uvicorn.Server, listener: socket.
     finally:
         server.should_exit = True
         _logger.info("shutting down; open requests have %d s to finish", _GRACE)
-        await asyncio.wait((http,), timeout=_GRACE)
-        if loading.done() and loading.exception() is None:
-            await asyncio.to_thread(loading.result().shutdown)
-        await http
+        await signals.finish(_end(http, loading), lambda: _shut_down(loading))
+
+
+async def _end(http: asyncio.Task[None], loading: asyncio.Future[Engine]) -> None:
+    await asyncio.wait((http,), timeout=_GRACE)
+    await asyncio.to_thread(_shut_down, loading)
+    await http
+
+
+def _shut_down(loading: asyncio.Future[Engine]) -> None:
+    if loading.done() and loading.exception() is None:
+        loading.result().shutdown()
 
 
 def _load(config: Config) -> concurrent.futures.Future[Engine]:

@@ -40,7 +40,7 @@ class ChatRoutes:
         openai.check_model(self._serving, body.model)
         wanted = body.logprobs or body.top_logprobs
         logprobs = chat_params(body.logprobs, body.top_logprobs or 0) if wanted else None
-        sampling = openai.sampling(body, _max_tokens(body), engine.generation_config)
+        sampling = openai.sampling(body, _max_tokens(body), engine.sampling_defaults)
         if body.input_ids is None:
             ids = prompt_ids(engine.tokenizer, body)
         else:

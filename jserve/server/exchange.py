@@ -19,8 +19,9 @@ from starlette.types import Receive, Scope, Send
 
 from jserve.config import Config
 from jserve.engine.engine import Engine
-from jserve.errors import EngineDeadError, RequestError, TooLargeError
+from jserve.errors import EngineDeadError, TooLargeError
 from jserve.metrics.timing import Timing
+from jserve.server.headers import RARE, check_rare, check_type, unpacked
 from jserve.server.outputs import Outputs
 from jserve.server.query import check_query
 from jserve.server.replies import error_event
@@ -35,8 +36,7 @@ _T = TypeVar("_T")
 
 @dataclasses.dataclass(slots=True)
 class Serving:
-    """What the routes work on. `loaded` is None until the engine is ready, and `engine` raises.
-    `pool` is for large bodies."""
+    """What the routes work on. `engine` raises until it is `loaded`; `pool` is for large bodies."""
 
     config: Config
     loaded: Engine | None = None
@@ -60,23 +60,27 @@ class Serving:
 
 def origin(request: Request) -> dict[str, Any]:
     """Fields of the GenerateRequests that this exchange, which begins, will ask for."""
+    if not RARE.isdisjoint(request.headers):
+        check_rare(request)
     trace, rank = request.headers.get("traceparent"), request.scope.get("routed_dp_rank")
     return {"created": time.time(), "traceparent": trace, "routed_dp_rank": rank}
 
 
 async def read_body(request: Request) -> bytes:
-    """The body of a JSON request. Raises RequestError (another type, a query) or TooLargeError."""
+    """The body of a JSON request. Raises RequestError: another type, a query, its size."""
     if request.scope["query_string"]:
         check_query(request)
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    json_kind = kind == "application/json" or kind.endswith("+json")
-    if not json_kind and (kind or request.url.path.startswith("/v1")):
-        raise RequestError(f"Content-Type must be application/json, got {kind or 'none'}.")
+    if kind != "application/json":
+        check_type(kind, request.url.path)
     declared = request.headers.get("content-length", "")
     _check_size(int(declared[:19]) if declared.isdecimal() else 0)
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
+        _check_size(len(body))
+    if packing := request.headers.get("content-encoding"):
+        body = await unpacked(bytes(body), packing, MAX_BODY_BYTES + 1)
         _check_size(len(body))
     return bytes(body)
 

@@ -25,7 +25,9 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not self._lets_through(scope):
             error = AuthError("Authorization must be a bearer token with the server's API key.")
-            await error_response(error, scope["path"])(scope, receive, send)
+            response = error_response(error, scope["path"])
+            response.headers["www-authenticate"] = "Bearer"
+            await response(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Awaitable
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,10 +16,18 @@ from starlette.responses import Response
 from jserve.errors import JserveError, QueueFullError, TimedOutError
 from jserve.server.exchange import Serving, while_connected
 from jserve.server.outputs import finished
-from jserve.types import GenerateRequest, SamplingParams
+from jserve.types import ControlReply, GenerateRequest, SamplingParams
 
 TIMEOUT = 20.0  # seconds
 _BUSY = ("num_running_reqs", "num_queue_reqs")
+
+
+async def answered(question: Awaitable[ControlReply]) -> ControlReply:
+    """Raises TimedOutError when no answer comes within `TIMEOUT`."""
+    try:
+        return await asyncio.wait_for(question, TIMEOUT)
+    except TimeoutError:
+        raise TimedOutError(f"The engine has not answered within {TIMEOUT:g} s.") from None
 
 
 class HealthRoutes:

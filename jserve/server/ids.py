@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,10 @@ def given_rids(rid: str | list[str], num_prompts: int) -> list[str]:
     """One request id a prompt: those given, or `<rid>_<i>` of one. Raises RequestError."""
     if isinstance(rid, str):
         rid = [rid] if num_prompts == 1 else [f"{rid}_{i}" for i in range(num_prompts)]
-    if len(rid) != num_prompts or len(set(rid)) != num_prompts or not all(rid):
-        raise RequestError(f"rid must be {num_prompts} different non-empty ids, got {rid}.", "rid")
+    twice = [one for one, count in collections.Counter(rid).items() if one and count > 1]
+    if twice:
+        message = f"rid {twice[0]} is in this batch twice; each prompt needs an id of its own."
+        raise RequestError(message, "rid")
+    if len(rid) != num_prompts or not all(rid):
+        raise RequestError(f"rid must be {num_prompts} non-empty ids, got {rid}.", "rid")
     return rid

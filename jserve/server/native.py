@@ -30,6 +30,7 @@ from jserve.server.exchange import (
     stream_response,
     while_connected,
 )
+from jserve.server.health import answered
 from jserve.server.outputs import finished
 from jserve.server.protocol import Body, Int, decode
 from jserve.server.replies import json_response, sse
@@ -128,14 +129,16 @@ class NativeRoutes:
     async def server_info(self, request: Request) -> Response:
         """Every option but the key, what the engine resolved them to, and its state."""
         engine = self._serving.engine
-        reply = await engine.control("server_info")
+        reply = await answered(engine.control("server_info"))
         flags = self._serving.config.flat()
         del flags["api_key"]
         own = reply.payload.get("internal_states")  # of each data-parallel rank
         states = own or [{**engine.gauges, **reply.payload}]
         facts = engine.server_info  # those that change, and of ranks that are left, as of now
         facts = facts | {name: reply.payload[name] for name in facts if name in reply.payload}
-        return json_response({**flags, **facts, "version": __version__, "internal_states": states})
+        deaf = {"deaf_dp_ranks": reply.deaf} if own else {}
+        known = {**flags, **facts, "version": __version__, "internal_states": states, **deaf}
+        return json_response(known)
 
     async def flush_cache(self, request: Request) -> Response:
         """200 when flushed, 400 when the engine is busy for longer than `timeout` seconds."""

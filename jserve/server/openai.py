@@ -36,25 +36,22 @@ def check_model(serving: Serving, model: str) -> None:
         raise NotFoundError(f"model {model!r} is not served here; use {name!r}.", "model")
 
 
-def sampling(body: OpenAIBody, limit: int | None, defaults: Mapping[str, Any]) -> SamplingParams:
+def sampling(body: OpenAIBody, limit: int | None, defaults: Mapping[str, float]) -> SamplingParams:
     """What the body leaves open is `defaults`' or the API's own. The engine checks ranges."""
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream: true.", "stream_options")
 
     def pick(name: str, given: float | None, last: float) -> float:
-        value = defaults.get(name) if given is None else given
-        return last if value is None else value
+        return defaults.get(name, last) if given is None else given
 
     syntax = (body.json_schema, body.regex, body.ebnf, body.structural_tag, body.choices)
     constrained = body.response_format is not None or body.json_object or syntax != (None,) * 5
-    # generation_config.json writes 0 for "all".
-    top_k = -1 if body.top_k is None and defaults.get("top_k") == 0 else body.top_k
     return SamplingParams(
         max_new_tokens=limit,
         min_new_tokens=body.min_tokens,
         temperature=float(pick("temperature", body.temperature, 1.0)),
         top_p=float(pick("top_p", body.top_p, 1.0)),
-        top_k=int(pick("top_k", top_k, -1)),
+        top_k=int(pick("top_k", body.top_k, -1)),
         min_p=float(pick("min_p", body.min_p, 0.0)),
         frequency_penalty=body.frequency_penalty,
         presence_penalty=body.presence_penalty,
@@ -80,9 +77,7 @@ def requests(
     origin: Mapping[str, Any],
 ) -> list[GenerateRequest]:
     """One GenerateRequest a prompt, each under an id of its own. `origin`: exchange.origin's.
-
-    Raises RequestError naming rid.
-    """
+    Raises RequestError naming rid."""
     new = [uuid.uuid4().hex for _ in prompts]
     rids = new if body.rid is None else given_rids(body.rid, len(prompts))
     return [

@@ -8,7 +8,6 @@ which ranks there are (engine/placement.py) and what else a body holds.
 from __future__ import annotations
 
 import json
-import re
 from concurrent.futures import Executor
 from typing import Any
 
@@ -19,9 +18,9 @@ from starlette.types import Message, Receive
 from jserve.engine.requests import one_rank
 from jserve.errors import RequestError
 from jserve.server.exchange import made_of_body
+from jserve.server.headers import RANK, rank_of
 from jserve.server.query import Handler
 
-HEADER = "x-data-parallel-rank"
 _NAME, _OLD_NAME = "routed_dp_rank", "data_parallel_rank"
 
 
@@ -31,29 +30,29 @@ def with_rank(handler: Handler, pool: Executor) -> Handler:
 
     async def ranked(request: Request) -> Response:
         rank, body = await made_of_body(request, _taken_out, pool)
-        named = request.headers.get(HEADER)
-        scope = {**request.scope, _NAME: rank if named is None else _from_header(named)}
+        named = request.headers.get(RANK)
+        plain = [one for one in request.scope["headers"] if one[0] != b"content-encoding"]
+        scope = {
+            **request.scope,
+            _NAME: rank if named is None else rank_of(named),
+            "headers": plain,  # the body is unpacked now
+        }
         return await handler(Request(scope, _replay(body, request.receive)))
 
     return ranked
 
 
-def _from_header(text: str) -> int:
-    if not re.fullmatch(r"\s*[0-9]{1,9}\s*", text):  # int() takes no more than 4300
-        raise RequestError(f"{HEADER} must be the number of a rank, got {text!r}.", HEADER)
-    return int(text)
-
-
 def _taken_out(body: bytes) -> tuple[int | None, bytes]:
     """The rank that the body names, and the body without it. One that is no JSON object is left
     for the route to refuse."""
-    if not any(name.encode() in body for name in (_NAME, _OLD_NAME)):
+    # JSON may write any letter of a name by its number.
+    if not any(part in body for part in (_NAME.encode(), _OLD_NAME.encode(), rb"\u")):
         return None, body
     try:
         fields = json.loads(body)
     except (RecursionError, ValueError):
         return None, body
-    if not isinstance(fields, dict):
+    if not isinstance(fields, dict) or fields.keys().isdisjoint((_NAME, _OLD_NAME)):
         return None, body
     given = {name: fields.pop(name, None) for name in (_NAME, _OLD_NAME)}
     for name, value in given.items():

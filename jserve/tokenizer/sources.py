@@ -17,6 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jserve.errors import ConfigError
 from jserve.models.hf_config import eos_token_ids
+from jserve.models.hf_values import count, section
 from jserve.tokenizer.gguf_vocab import build_pipeline
 from jserve.tokenizer.template_dialect import read_template
 from jserve.tokenizer.token_bytes import byte_alphabet
@@ -88,8 +89,8 @@ def find_source(
     if path.is_dir() and any((path / name).is_file() for name in _TOKENIZER_FILES):
         return _from_hf(path, eos, templates)
     if checkpoint.kind == "dummy" and tokenizer_path is None:
-        size = checkpoint.hf_config.get("text_config", checkpoint.hf_config).get("vocab_size", 256)
-        return byte_source(int(size), eos, templates or {"default": _PLAIN_TEMPLATE})
+        size = count(_language(checkpoint), "vocab_size", 256)
+        return byte_source(size, eos, templates or {"default": _PLAIN_TEMPLATE})
     raise ConfigError(
         f"{path}: no tokenizer found ({', '.join(_TOKENIZER_FILES)}); pass --tokenizer-path"
     )
@@ -116,7 +117,12 @@ def byte_source(
 def _config_eos(checkpoint: Checkpoint) -> set[int]:
     """Every id that the checkpoint's config files call the end."""
     config = checkpoint.hf_config
-    return {*eos_token_ids(config, config.get("text_config") or {}, checkpoint.generation_config)}
+    return {*eos_token_ids(config, _language(checkpoint), checkpoint.generation_config)}
+
+
+def _language(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """The config of the language model, which a multi-modal one holds one level down."""
+    return section(checkpoint.hf_config, "text_config") or checkpoint.hf_config
 
 
 def _from_gguf(

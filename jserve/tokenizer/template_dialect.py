@@ -45,9 +45,10 @@ def read_template(option: str) -> str:
     try:
         return Path(option).expanduser().read_text("utf-8")
     except OSError as error:
-        raise ConfigError(
-            f"--chat-template {option}: {error.strerror}, and it is no Jinja text"
-        ) from None
+        why = error.strerror
+    except ValueError:  # bytes that are no UTF-8, or a name that no file can have
+        why = "no text in UTF-8"
+    raise ConfigError(f"--chat-template {option}: {why}, and it is no Jinja text")
 
 
 def refusal(error: Exception) -> RequestError:

@@ -105,12 +105,14 @@ class Deltas(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class ControlReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
-    """Engine → API process: the answer to one Control."""
+    """Engine → API process: the answer to one Control. `deaf`: data-parallel ranks that were asked
+    and have not answered in time."""
 
     id: str
     ok: bool
     message: str = ""
     payload: dict = {}
+    deaf: list[int] = []
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
@@ -141,7 +143,7 @@ FromEngine = Deltas | ControlReply | Progress | Gauges
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A front (HTTP route, Engine method, CLI) → engine.py: one prompt, before tokenization.
+    """A front (HTTP route, Engine method, CLI) → core.py: one prompt, before tokenization.
     Exactly one of text, input_ids.
 
     `logprobs` None: none wanted. `rid` None: drawn by the engine. `add_special` is False for
@@ -206,8 +208,8 @@ class Transcript(msgspec.Struct, kw_only=True):
 
 
 class Output(msgspec.Struct, kw_only=True):
-    """engine.py → a front: what one sequence is worth so far. `index` tells the n sequences of one
-    request apart.
+    """sequence.py → a front: what one sequence is worth so far. `index` tells the n sequences of
+    one request apart.
 
     `delta` and `new_ids` are the gain since the previous Output of the same index; `text`,
     `output_ids` and the logprob lists are cumulative, and made when they are read: that takes as

@@ -8,10 +8,11 @@ tokenizer through it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import re
-from collections.abc import Callable, KeysView, Mapping
+from collections.abc import Callable, Iterator, KeysView, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -90,7 +91,13 @@ class Checkpoint:
     @property
     def quantization(self) -> str | None:
         """How the config says that the tensors are packed."""
-        return (self.hf_config.get("quantization_config") or {}).get("quant_method")
+        packing = self.hf_config.get("quantization_config")
+        return packing.get("quant_method") if isinstance(packing, Mapping) else None
+
+    @property
+    def config_file(self) -> Path:
+        """Where `hf_config` is from, for messages."""
+        return self.path / "config.json" if self.path.is_dir() else self.path
 
     def tensors(self) -> TensorSource:
         """Checks every file's header. Raises WeightError for a truncated one. Of kind safetensors
@@ -101,6 +108,15 @@ class Checkpoint:
         assert self.kind == "safetensors", f"{self.kind=} has no files of tensors"
         source = hf.open_shards(self.path)
         return mxfp4.MXFP4Source(source) if self.quantization == "mxfp4" else source
+
+
+@contextlib.contextmanager
+def naming(file: Path) -> Iterator[None]:
+    """Over what reads the content of a file: its ConfigErrors get the file in front."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
 
 
 def open_checkpoint(model: ModelSource, check: ConfigCheck = lambda _: None) -> Checkpoint:
@@ -177,7 +193,8 @@ def _open_folder(path: Path, dummy: bool, check: ConfigCheck) -> Checkpoint:
             "or an Orbax checkpoint, or one .gguf file"
         )
     config = hf.read_json(path / "config.json")
-    check(config)
+    with naming(path / "config.json"):
+        check(config)
     if dummy:
         kind = "dummy"
     elif (path / ORBAX_FOLDER).is_dir():

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import struct
 from collections.abc import Iterable, KeysView, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import ml_dtypes
 import numpy as np
@@ -49,17 +50,16 @@ class _Tensor:
 class SafetensorsSource:
     """TensorSource over safetensors files, in the order of the files and of the tensors in them.
 
-    `weight_map` names the file of each tensor that an index lists: a copy in another file is none.
-    Raises WeightError for a tensor that is in two files and in no index.
+    `places` is the file of each tensor that an index lists: a copy in another file is none. Raises
+    WeightError for a tensor that is in two files and in no index.
     """
 
-    def __init__(self, files: Sequence[Path], weight_map: Mapping[str, str] | None = None) -> None:
+    def __init__(self, files: Sequence[Path], places: Mapping[str, Path] | None = None) -> None:
         self.files = tuple(files)
         self._tensors: dict[str, _Tensor] = {}
-        places = weight_map or {}
         for file in self.files:
             for name, tensor in _read_header(file).items():
-                if places.get(name, file.name) != file.name:
+                if places is not None and places.get(name, file) != file:
                     continue
                 if name in self._tensors:
                     other = self._tensors[name].file.name
@@ -94,7 +94,11 @@ class SafetensorsSource:
         tensor = self._tensors[name]
         if 0 in tensor.shape:
             return np.zeros(tensor.shape, tensor.dtype)
-        return np.memmap(tensor.file, tensor.dtype, "r", tensor.offset, tensor.shape or (1,))
+        shape = tensor.shape or (1,)
+        try:
+            return np.memmap(tensor.file, tensor.dtype, "r", tensor.offset, shape)
+        except (OSError, ValueError) as error:  # it was there when its header was read
+            raise WeightError(f"{tensor.file}: tensor {name} cannot be read: {error}") from None
 
 
 def find_shards(folder: Path) -> tuple[Path, ...]:
@@ -106,8 +110,7 @@ def find_shards(folder: Path) -> tuple[Path, ...]:
     """
     index = _find_index(folder)
     if index is not None:
-        weight_map = read_json(index).get("weight_map", {})
-        files = tuple(folder / name for name in sorted(set(weight_map.values())))
+        files = tuple(sorted(set(_places(index).values())))
         for file in files:
             if not file.is_file():
                 raise WeightError(f"{file}: no such file, but {index.name} lists it")
@@ -121,8 +124,26 @@ def find_shards(folder: Path) -> tuple[Path, ...]:
 def open_shards(folder: Path) -> SafetensorsSource:
     """The tensors of what find_shards finds."""
     index = _find_index(folder)
-    listed = None if index is None else read_json(index).get("weight_map", {})
-    return SafetensorsSource(find_shards(folder), listed)
+    return SafetensorsSource(find_shards(folder), None if index is None else _places(index))
+
+
+def _places(index: Path) -> dict[str, Path]:
+    """The file of each tensor that an index lists, which may be in a folder below its own. Raises
+    WeightError."""
+    listed = read_json(index).get("weight_map")
+    if not isinstance(listed, dict) or not listed:
+        rule = "weight_map must be an object of tensors and their files"
+        raise WeightError(f"{index}: {rule}, is {str(listed)[:80]}")
+    for name, file in listed.items():
+        if not isinstance(file, str) or not file.strip() or _leaves(Path(file)):
+            rule = f"weight_map must name a file beside it for {name}"
+            raise WeightError(f"{index}: {rule}, not {str(file)[:80]!r}")
+    return {name: index.parent / file for name, file in listed.items()}
+
+
+def _leaves(path: Path) -> bool:
+    """Whether it can lead out of the folder that it begins in."""
+    return path.is_absolute() or ".." in path.parts
 
 
 def _find_index(folder: Path) -> Path | None:
@@ -158,24 +179,28 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _read_header(path: Path) -> dict[str, _Tensor]:
     """Layout: uint64 header length, JSON header with offsets relative to its end, then the data."""
-    num_bytes = path.stat().st_size
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        if not 2 <= length <= min(_MAX_HEADER_BYTES, num_bytes - 8):
-            raise WeightError(
-                f"{path}: truncated or not safetensors, the header does not fit {num_bytes} bytes"
-            )
-        try:
-            header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            infos = {
-                name: _tensor_info(path, name, info, 8 + length) for name, info in header.items()
-            }
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise WeightError(f"{path}: the safetensors header is broken: {error!r}") from None
+    try:
+        with path.open("rb") as file:
+            return _parse_header(path, file, path.stat().st_size)
+    except OSError as error:
+        raise WeightError(f"{path}: {error.strerror or error}") from None
+
+
+def _parse_header(path: Path, file: BinaryIO, num_bytes: int) -> dict[str, _Tensor]:
+    prefix = file.read(8)
+    length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+    if not 2 <= length <= min(_MAX_HEADER_BYTES, num_bytes - 8):
+        raise WeightError(
+            f"{path}: truncated or not safetensors, the header does not fit {num_bytes} bytes"
+        )
+    try:
+        header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        infos = {name: _tensor_info(path, name, info, 8 + length) for name, info in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise WeightError(f"{path}: the safetensors header is broken: {error!r}") from None
     for name, tensor in infos.items():
-        end = tensor.offset + int(np.prod(tensor.shape, dtype=np.int64)) * tensor.dtype.itemsize
+        end = tensor.offset + math.prod(tensor.shape) * tensor.dtype.itemsize
         if end > num_bytes:
             raise WeightError(
                 f"{path}: truncated, tensor {name} ends at byte {end}, the file holds {num_bytes}"
@@ -188,7 +213,9 @@ def _tensor_info(path: Path, name: str, info: Mapping[str, Any], start: int) -> 
         raise WeightError(f"{path}: tensor {name} has the unsupported dtype {info['dtype']}")
     begin, end = info["data_offsets"]
     dtype, shape = _DTYPES[info["dtype"]], tuple(info["shape"])
-    expected = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    if not all(type(size) is int and size >= 0 for size in (*shape, begin, end)):
+        raise WeightError(f"{path}: tensor {name} has sizes or offsets that are none: {info}")
+    expected = math.prod(shape) * dtype.itemsize
     if end - begin != expected:
         raise WeightError(
             f"{path}: tensor {name} spans {end - begin} bytes, its shape {shape} needs {expected}"

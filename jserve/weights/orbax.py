@@ -146,7 +146,8 @@ def save_params(
     generation_config: Mapping[str, Any] | None = None,
     tokenizer_dir: Path | None = None,
 ) -> None:
-    """save_tensors of the parameters of a model that runs. Host memory: the model."""
+    """save_tensors of the parameters of a model that runs, for programs that changed them:
+    `jserve convert` has the tensors themselves. Host memory: the model."""
     require_new(path)
     tensors: dict[str, np.ndarray] = {}
     for spec in specs:
