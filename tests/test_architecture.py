@@ -6,10 +6,12 @@ import ast
 import dataclasses
 import functools
 import graphlib
+import itertools
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,9 @@ HOST_ONLY = (
 
 #: Exempt from that, each file by name: the only importer of xgrammar, which imports torch.
 HEAVY = {"jserve.grammar.xgrammar_backend"}
+
+#: And the kernels of an extra, imported only where they are chosen.
+LAZY_EXTRAS = {"pallas_kernels.attention.jax_triton", "pallas_kernels.attention.triton_kernels"}
 
 #: Imports inside functions: where a command, the Python API or a grammar backend is chosen, and
 #: where triton, which is an extra, is needed.
@@ -179,6 +184,30 @@ def test_kernels_and_sharding_stand_alone(package: str) -> None:
         for found in all_imports()
         if room(found.importer) == package and found.target.partition(".")[0] not in allowed
     ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_package_that_is_imported_is_declared_and_in_the_base_unless_imported_late() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = itertools.chain.from_iterable(project["optional-dependencies"].values())
+
+    def names(requirements: Iterable[str]) -> set[str]:
+        found = {re.split(r"[^\w.-]", one, maxsplit=1)[0] for one in requirements}
+        return {re.sub(r"[-_.]+", "_", name).lower() for name in found}
+
+    base = names(project["dependencies"])
+    declared = base | names(extras)
+    own_names = {"yaml": "pyyaml", "zmq": "pyzmq", "orbax": "orbax_checkpoint"}
+    own_names["opentelemetry"] = "opentelemetry_sdk"
+    wrong = []
+    for found in all_imports():
+        top = found.target.partition(".")[0]
+        package = own_names.get(top, top).lower()
+        optional = found.nested or found.importer in HEAVY | LAZY_EXTRAS
+        if ours(found.target) or top in sys.stdlib_module_names:
+            continue
+        if package not in (declared if optional else base):
+            wrong.append(str(found))
     assert not wrong, "\n".join(wrong)
 
 
