@@ -145,6 +145,20 @@ def test_a_server_ends_with_its_caller_however_that_ends(serve):
     caller.stdout.close()
 
 
+def test_what_was_killed_is_waited_for_until_it_is_gone(monkeypatch):
+    slow = subprocess.Popen(["sleep", "30"], start_new_session=True)
+    monkeypatch.setattr(runtime, "_GONE_SECONDS", 0.2)
+    begin = time.monotonic()
+    runtime._wait_for_group(slow.pid)  # not for ever
+    assert 0.2 <= time.monotonic() - begin < 5
+    monkeypatch.setattr(runtime, "_GONE_SECONDS", 30.0)
+    killer = threading.Timer(0.3, lambda: (slow.kill(), slow.wait()))
+    killer.start()
+    runtime._wait_for_group(slow.pid)
+    killer.join()
+    assert slow.returncode == -signal.SIGKILL
+
+
 def test_shutdown_ends_a_server_that_is_deaf_too_and_twice_is_once(serve, monkeypatch):
     monkeypatch.setattr(runtime, "_STOP_SECONDS", 0.3)
     serve.append("deaf")

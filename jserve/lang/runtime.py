@@ -9,6 +9,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -35,6 +37,7 @@ from jserve.weights.checkpoint import open_checkpoint
 
 _POLL_SECONDS = 0.5
 _STOP_SECONDS = 20.0  # that it has to end by itself
+_GONE_SECONDS = 1.0  # that a killed process has to be gone
 _SERVE = [sys.executable, "-m", "jserve", "serve"]
 _LAST_PORT = 40000
 
@@ -191,7 +194,19 @@ class Runtime:
     def _stop(self) -> None:
         with self._process:  # waits, and closes the pipe
             self._process.terminate()
+        if self._process.returncode == -signal.SIGKILL:
+            _wait_for_group(self._process.pid)
         self._folder.cleanup()
+
+
+def _wait_for_group(group: int) -> None:
+    """Its first process was killed with the others, which may take a moment longer. Not for ever:
+    where nobody looks after orphans they stay listed."""
+    deadline = time.monotonic() + _GONE_SECONDS
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(group, 0)
+            time.sleep(0.01)
 
 
 def _free_port(host: str, first: int) -> int:
