@@ -22,7 +22,7 @@ from pallas_kernels.dispatch import dispatch
 _ORDERS = {"cpu": ("xla",), "gpu": ("pallas_triton", "xla"), "tpu": ("xla",)}
 _MOST_ORDERED = 4096  # assignments that one program looks through; of more, three kernels
 _MOST_COUNTED = 65536
-_BLOCK, _PART = 1024, 256  # assignments that one of their programs counts, and places
+_BLOCK, _PART = 512, 256  # assignments that one of their programs counts, and places
 _PIECE = 64  # at once
 # XLA: up to so many, ranks by comparing all with all are one kernel less than a scatter.
 _MOST_COMPARED = 2048

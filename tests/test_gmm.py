@@ -172,7 +172,7 @@ def test_hoppers_kernel_computes_the_same_in_threads_on_cpu(
     gate: str | None,
 ) -> None:
     arguments = make(Case(sizes, width, out_width, spare, dtype="bfloat16"))
-    how = {"gate": gate, "processors": processors}
+    how = {"gate": gate, "processors": processors, "share_memory": lambda *refs: refs}
     with interpret.force_gpu_interpret_mode(interpret.InterpretGPUParams()):
         out = jax.jit(lambda *a: mosaic_gpu.run(*a, **how))(*arguments)
     expected = np.asarray(gated(jnp.asarray(brute_force(*arguments)), gate), np.float64)

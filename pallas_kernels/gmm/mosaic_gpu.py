@@ -27,32 +27,32 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 SHARE = 64  # rows of one warpgroup
 ALIGN = 8  # rows
 DEPTH = 64  # of one step
-CHUNK = 32  # columns that are stored at once by blocks
-LINE = 64  # and row by row: 128 bytes, at whose multiples in shared memory a copy may begin
 LEAST_ROWS = 64  # a group, on average; with fewer, reading the matrices is the time
-#: Of float32; the backend has no logistic function.
+#: Of float32; the backend has no logistic function, and an exact division is a dozen instructions.
 GATES: Mapping[str | None, Callable[..., jax.Array]] = {
     None: lambda total: total,
-    "silu": lambda gate, up: gate / (1.0 + jnp.exp(-gate)) * up,
+    "silu": lambda gate, up: gate * lax.rsqrt(1.0 + jnp.exp(-gate)) ** 2 * up,
 }
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """How many warpgroups multiply, how many steps are copied ahead, and the registers of a thread
-    that multiplies and of one that copies."""
+    """How many warpgroups multiply, how many steps are copied ahead, the registers of a thread that
+    multiplies and of one that copies, and how many columns are stored at once by blocks: twice
+    as many row by row, of 128 bytes or a multiple, where a copy may begin."""
 
     warpgroups: int
     stages: int
     registers: tuple[int, int]
+    chunk: int
 
     @property
     def rows(self) -> int:
         return self.warpgroups * SHARE
 
 
-PLAIN = Tile(warpgroups=2, stages=4, registers=(232, 40))
-GATED = Tile(warpgroups=3, stages=3, registers=(160, 32))
+PLAIN = Tile(warpgroups=2, stages=4, registers=(232, 40), chunk=64)
+GATED = Tile(warpgroups=3, stages=3, registers=(160, 32), chunk=32)
 ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage] -- public, but not re-exported
 
 
@@ -89,14 +89,15 @@ def run(
     *,
     gate: str | None = None,
     processors: int,
+    share_memory: Callable[..., Any] = plgpu.RefUnion,
 ) -> jax.Array:
-    """As matmul, of sizes that fit."""
+    """As matmul, of sizes that fit. `share_memory`: of buffers that are used in turns, to both."""
     tile = _tile(gate)
     rows, parts = x.shape[0], 1 if gate is None else 2
     out_width = weights.shape[2] // parts
     columns = 256 // parts if weights.shape[2] % 256 == 0 else 128
     transforms = (plgpu.TilingTransform((ALIGN, DEPTH)), plgpu.SwizzleTransform(2 * DEPTH))
-    narrow = (plgpu.TilingTransform((ALIGN, CHUNK)), plgpu.SwizzleTransform(2 * CHUNK))
+    narrow = (plgpu.TilingTransform((ALIGN, tile.chunk)), plgpu.SwizzleTransform(2 * tile.chunk))
     kernel = plgpu.kernel(
         functools.partial(_kernel, parts=parts, gate=GATES[gate], tile=tile, processors=processors),
         out_type=jax.ShapeDtypeStruct((rows, out_width), x.dtype),
@@ -107,11 +108,14 @@ def run(
         scratch_types=[
             plgpu.SMEM((tile.stages, tile.rows, DEPTH), x.dtype, transforms=transforms),
             plgpu.SMEM((tile.stages, parts, DEPTH, columns), x.dtype, transforms=transforms),
-            plgpu.SMEM((tile.warpgroups, 2, SHARE, CHUNK), x.dtype, transforms=narrow),
-            plgpu.SMEM((tile.warpgroups, SHARE, LINE), x.dtype),
+            share_memory(
+                plgpu.SMEM((tile.warpgroups, 2, SHARE, tile.chunk), x.dtype, transforms=narrow),
+                plgpu.SMEM((tile.warpgroups, SHARE, 2 * tile.chunk), x.dtype),
+            ),
             plgpu.Barrier(num_arrivals=1 + parts, num_barriers=tile.stages),
             plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=tile.stages),
         ],
+        compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="mosaic_grouped_matmul",
     )
     return kernel(_tiles(group_sizes, rows, tile.rows), x, weights)
@@ -150,8 +154,7 @@ def _kernel(
     out_ref: Any,  # [M, O]
     x_smem: Any,  # [stages, rows of a tile, DEPTH]
     weights_smem: Any,  # [stages, parts, DEPTH, columns]
-    block_smem: Any,  # [warpgroups, 2, SHARE, CHUNK]
-    rows_smem: Any,  # [warpgroups, SHARE, LINE]
+    staging: Any,  # [warpgroups, 2, SHARE, chunk] and [warpgroups, SHARE, 2 · chunk]
     ready: Any,
     free: Any,
     *,
@@ -160,7 +163,7 @@ def _kernel(
     tile: Tile,
     processors: int,
 ) -> None:
-    stages = tile.stages
+    stages, (block_smem, rows_smem) = tile.stages, staging
     processor, warpgroup = lax.axis_index("processor"), lax.axis_index("warpgroup")
     (groups, width, _), out_width = weights_ref.shape, out_ref.shape[1]
     columns = weights_smem.shape[3]
@@ -260,8 +263,8 @@ def _kernel(
 def _store(
     result: jax.Array,  # [SHARE, columns]
     out_ref: Any,
-    blocks: Any,  # [2, SHARE, CHUNK], in the copy engine's blocks of ALIGN rows
-    plain: Any,  # [SHARE, LINE]
+    blocks: Any,  # [2, SHARE, chunk], in the copy engine's blocks of ALIGN rows
+    plain: Any,  # [SHARE, 2 · chunk], the same memory
     own: jax.Array,  # row that the first of `result` is
     begin: jax.Array,  # rows to store
     end: jax.Array,
@@ -279,7 +282,7 @@ def _store(
     @pl.when(count == SHARE)
     def _whole() -> None:
         rows = pl.ds(pl.multiple_of(own, ALIGN), SHARE)
-        for turn, (part, columns) in enumerate(parts(CHUNK)):
+        for turn, (part, columns) in enumerate(parts(blocks.shape[2])):
             block = blocks.at[turn % 2]
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
             block[...] = part
@@ -288,7 +291,8 @@ def _store(
 
     @pl.when((count > 0) & (count < SHARE))
     def _by_rows() -> None:
-        for part, columns in parts(LINE):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for part, columns in parts(plain.shape[1]):
             plain[...] = part
             plgpu.commit_smem()
             at = begin
