@@ -3,6 +3,7 @@
 
     scripts/gpu_gmm.py               correctness, then times; one JSON object a line
     scripts/gpu_gmm.py --sweep       also tries other tiles, the best of each shape named last
+    scripts/gpu_gmm.py --held        instead times the largest step at the power limit, beside peers
     scripts/gpu_gmm.py --tiny        a dry run: the interpreted kernel at small shapes, on CPU too
 
 The shapes are Qwen3-30B-A3B's: 128 experts of width 768, 8 of them for each token of width 2,048,
@@ -12,6 +13,10 @@ and rows that belong to no expert must be 0. Exits 1 when one is wrong.
 Times are of 16 calls in one program whose routings differ, so that the weights come from
 memory; one routing of a single token has 8 experts, and 16 of them have all. The floor is the
 larger of (active experts' weights + rows) / 4.3 TB/s and arithmetic / 800 TFLOP/s.
+
+--held repeats one call for two seconds, so that the card is at its power limit as in a long
+prefill. Its peers are cuBLAS, with one matrix for all rows, and torch's grouped_mm where there is
+torch.
 """
 
 from __future__ import annotations
@@ -19,9 +24,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import importlib.util
 import itertools
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -40,7 +47,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
-from pallas_kernels.gmm import IMPLEMENTATIONS, pallas_triton  # noqa: E402
+from pallas_kernels.gmm import IMPLEMENTATIONS, grouped_matmul, pallas_triton  # noqa: E402
 from pallas_kernels.gmm.pallas_triton import Tile  # noqa: E402
 
 BANDWIDTH, ARITHMETIC = 4.3e12, 800e12  # bytes and operations a second
@@ -126,6 +133,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--held", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--tokens", type=int, nargs="+", help="instead of the model's list")
     parser.add_argument("--implementations", nargs="+", default=["pallas_triton", "mosaic_gpu"])
@@ -136,6 +144,9 @@ def main() -> int:
     if options.tokens:
         model = dataclasses.replace(model, tokens=tuple(options.tokens))
     report(device=jax.devices()[0].device_kind, jax=jax.__version__)
+    if options.held:
+        report(held={name: held(model, name, 0.1 if options.tiny else 2.0) for name in model.names})
+        return 0
     weights = {name: make_weights(model, *model.widths(name)) for name in model.names}
     wrong, summary = 0, {}
     for implementation in ["pallas_triton_interpret"] if options.tiny else options.implementations:
@@ -289,6 +300,60 @@ def measure_all(
         found[tokens] = [us, round(us / floor, 2)]
         report(**facts, us=us, floor_us=round(floor, 1), ratio=found[tokens][1])
     return found
+
+
+def held(model: Model, name: str, seconds: float) -> dict[str, Any]:
+    """By who multiplies: microseconds of a call, TFLOP/s, the card's watts and MHz meanwhile."""
+    tokens, (width, out_width) = max(model.tokens), model.widths(name)
+    x, weights = make_rows(tokens * model.top_k, width), make_weights(model, width, out_width)
+    sizes = jnp.asarray(routings(model, tokens)[0])
+    gate = "silu" if name == "gate_up" else None
+    ours = jax.jit(functools.partial(grouped_matmul, gate=gate))
+    calls = {
+        "this one, with its gate": (lambda: ours(x, weights, sizes), jax.block_until_ready),
+        "cuBLAS, one matrix": (lambda: _dense(x, weights[0]), jax.block_until_ready),
+    }
+    if jax.default_backend() == "gpu" and importlib.util.find_spec("torch"):
+        calls["torch's grouped_mm"] = _of_torch(x, weights, sizes)
+    work = 2 * x.shape[0] * width * out_width
+    found = {}
+    for who, (call, wait) in calls.items():
+        wait(call())
+        begin, card = time.perf_counter(), None
+        with ThreadPoolExecutor(1) as pool:
+            while (last := time.perf_counter()) - begin < seconds:
+                if card is None and last - begin > seconds / 2:
+                    card = pool.submit(_card)
+                for _ in range(39):
+                    call()
+                wait(call())
+                took = (time.perf_counter() - last) / 40
+        facts = {"us": round(took * 1e6), "tflops": round(work / took / 1e12)}
+        found[who] = {**facts, "card": card and card.result()}
+        report(matmul=name, tokens=tokens, who=who, **found[who])
+    return found
+
+
+@jax.jit
+def _dense(x: jax.Array, matrix: jax.Array) -> jax.Array:
+    return x @ matrix
+
+
+def _of_torch(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> tuple[Any, Any]:
+    import torch
+
+    rows, matrices = torch.from_dlpack(x), torch.from_dlpack(weights)
+    ends = torch.cumsum(torch.from_dlpack(sizes), 0, dtype=torch.int32)
+    multiply = torch.nn.functional.grouped_mm
+    return lambda: multiply(rows, matrices, offs=ends), lambda _: torch.cuda.synchronize()
+
+
+def _card() -> str | None:
+    """Watts and MHz now."""
+    if jax.default_backend() != "gpu":
+        return None
+    query = ["nvidia-smi", "--query-gpu=power.draw.instant,clocks.sm", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True).stdout.split("\n")[0]
 
 
 def compile_all(jobs: list[tuple[Model, int, jax.Array, Call]]) -> list[Any]:

@@ -4,10 +4,12 @@
     scripts/gpu_latent.py            correctness, then times; one JSON object a line
     scripts/gpu_latent.py --sweep    also tries other block sizes, the best of each shape named last
     scripts/gpu_latent.py --tiny     a dry run: the interpreted kernel at small shapes, on CPU too
+    --implementations NAME …         what is proven and timed; a sweep is of pallas_triton
+    --only PART                      times shapes with PART in their name
 
 A latent is DeepSeek's, 512 numbers and 64 rotated ones; 16 query heads are V2-Lite's, 128 V3's.
-bfloat16 results must agree with float32's to 1e-2 of their norm, and a donated pool must stay where
-it is. Exits 1 when one does not.
+bfloat16 results must agree with float32's to 1e-2 of their norm, NaN in what no row owns may not
+show, and a donated pool must stay where it is. Exits 1 when one does not.
 
 Times are of 8 calls in one program, each over another part of the pool and with random pages. The
 floor is the larger of latents read / 4.3 TB/s and arithmetic / 800 TFLOP/s.
@@ -37,7 +39,13 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
-from pallas_kernels.attention import AttentionMeta, KVLayer, attend, pallas_triton_latent  # noqa: E402
+from pallas_kernels.attention import (  # noqa: E402
+    AttentionMeta,
+    KVLayer,
+    attend,
+    mosaic_gpu_latent,
+    pallas_triton_latent,
+)
 from pallas_kernels.attention.tuning import block_sizes  # noqa: E402
 
 BANDWIDTH, ARITHMETIC = 4.3e12, 800e12  # bytes and operations a second
@@ -53,6 +61,7 @@ class Shape(NamedTuple):
     rows: tuple[tuple[int, int], ...]
     value_dim: int = 512
     rope_dim: int = 64
+    padding: int = 0  # tokens
 
     @property
     def decode(self) -> bool:
@@ -79,14 +88,25 @@ TIMED = (
         for batch, context in ((1, 8192), (64, 1024), (64, 8192))
     ),
     Shape(16, ((2048, 2048),) * 2),
+    Shape(16, ((1024, 1024),) * 8),
     Shape(128, ((2048, 2048),)),
     Shape(128, ((512, 8192),)),
 )
 PROVEN = tuple(
-    Shape(heads, rows)
-    for heads in (8, 16, 128)
-    for rows in (((1, 700), (1, 33)), ((1, 60), (1, 300), (5, 5), (150, 900), (1, 77)))
+    Shape(heads, rows, padding=padding)
+    for heads in (8, 16, 64, 128)
+    for rows, padding in (
+        (((1, 700), (1, 33)), 0),
+        (((1, 60), (1, 300), (5, 5), (150, 900), (1, 77)), 0),
+        (((1, 60), (1, 300), (3, 40), (5, 5), (150, 900), (1, 77), (403, 403)), 13),
+    )
 )
+#: What is timed of each implementation.
+CALLS = {
+    "pallas_triton": pallas_triton_latent.attention,
+    "mosaic_gpu_latent": mosaic_gpu_latent.attention,
+    "pallas_triton_interpret": functools.partial(pallas_triton_latent.attention, interpret=True),
+}
 #: Tried by --sweep: heads, block, warps, stages; then splits or stacked queries.
 BLOCKS = ((16, 32, 4, 3), (16, 64, 8, 3), (32, 32, 8, 3), (16, 64, 4, 3), (16, 32, 4, 2))
 SPLITS, QUERIES = (1, 2, 4, 8, 16, 32, 64), (16, 32, 64)
@@ -102,13 +122,9 @@ class Run:
     layers: int = 8  # calls of a program that is timed
     interpret: bool = False  # the kernel on CPU, where a donated pool is copied
 
-    @property
-    def implementation(self) -> str:
-        return "pallas_triton_interpret" if self.interpret else "pallas_triton"
-
 
 DRY = Run(
-    proven=(Shape(4, ((1, 20), (1, 3), (5, 9)), 32, 16),),
+    proven=(Shape(4, ((1, 20), (1, 3), (5, 9)), 32, 16, padding=2),),
     timed=(Shape(4, ((1, 20),) * 2, 32, 16), Shape(4, ((5, 9),), 32, 16)),
     pool_layers=2,
     layers=2,
@@ -122,13 +138,21 @@ def main() -> int:
     )
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--tiny", action="store_true")
+    both = ["pallas_triton", "mosaic_gpu_latent"]
+    parser.add_argument("--implementations", nargs="+", choices=CALLS, default=both)
+    parser.add_argument("--only", default="", metavar="PART")
     options = parser.parse_args()
     run = DRY if options.tiny else Run()
+    names = ["pallas_triton_interpret"] if options.tiny else options.implementations
     report(device=jax.devices()[0].device_kind, jax=jax.__version__)
-    wrong = [name for shape in run.proven for name in prove(shape, run)]
-    call = functools.partial(pallas_triton_latent.attention, scale=0.1, interpret=run.interpret)
-    times = {shape.name: measure(shape, call, run.layers) for shape in run.timed}
-    swept = run.timed if options.sweep else ()
+    wrong = [what for name in names for shape in run.proven for what in prove(shape, name, run)]
+    timed = [shape for shape in run.timed if options.only in shape.name]
+    times: dict[str, Any] = {}
+    for name in names:
+        call = functools.partial(CALLS[name], scale=0.1)
+        times[name] = {shape.name: measure(shape, call, run.layers) for shape in timed}
+    call = functools.partial(pallas_triton_latent.attention, scale=0.1)
+    swept = timed if options.sweep else ()
     best = {shape.name: sweep(shape, call, run.layers) for shape in swept}
     report(wrong=wrong, us_and_ratio=times, **({"best": best} if best else {}))
     return 1 if wrong else 0
@@ -139,18 +163,24 @@ def report(**values: Any) -> None:
 
 
 def inputs(shape: Shape, layers: int) -> tuple[jax.Array, jax.Array, jax.Array, AttentionMeta]:
-    """Queries, new latents, a pool of `layers` layers, and the batch: random pages, no padding."""
+    """Queries, new latents, a pool of `layers` layers, NaN but for what rows own, and the batch: of
+    random pages.
+    """
     rng, rows = np.random.default_rng(0), len(shape.rows)
     needed = [-(-context // PAGE) for _, context in shape.rows]
     num_pages, width = 1 + sum(needed), max(needed)
     free = rng.permutation(np.arange(1, num_pages))
+    owned = np.zeros((num_pages, PAGE), bool)
     table, positions, token_rows, slots = np.zeros((rows, width), np.int32), [], [], []
     for row, (new, context) in enumerate(shape.rows):
         table[row, : needed[row]], free = free[: needed[row]], free[needed[row] :]
-        at = np.arange(context - new, context)
+        every, at = np.arange(context), np.arange(context - new, context)
+        owned[table[row, every // PAGE], every % PAGE] = True
         positions.append(at)
         token_rows.append(np.full(new, row))
         slots.append(table[row, at // PAGE] * PAGE + at % PAGE)
+    for values, what in ((positions, 0), (token_rows, rows), (slots, 0)):
+        values.append(np.full(shape.padding, what))
     starts = np.concatenate([[0], np.cumsum([new for new, _ in shape.rows])])
     per_token = (np.concatenate(x) for x in (positions, token_rows, slots))
     lengths = [context for _, context in shape.rows]
@@ -159,15 +189,16 @@ def inputs(shape: Shape, layers: int) -> tuple[jax.Array, jax.Array, jax.Array, 
     most = 1 if shape.decode else None
     meta = AttentionMeta(*(jnp.asarray(x, jnp.int32) for x in ints), max_q_len=most)
     keys = jax.random.split(jax.random.key(0), 3)
-    dim, tokens = shape.value_dim + shape.rope_dim, int(starts[-1])
+    dim, tokens = shape.value_dim + shape.rope_dim, int(starts[-1]) + shape.padding
     sizes = ((tokens, shape.heads, dim), (tokens, 1, dim), (layers * num_pages, PAGE, 1, dim))
     q, k, pool = (
         jax.random.normal(key, size, jnp.bfloat16) for key, size in zip(keys, sizes, strict=True)
     )
+    pool = jnp.where(jnp.tile(owned, (layers, 1))[..., None, None], pool, jnp.bfloat16(jnp.nan))
     return q, k, pool, meta
 
 
-def prove(shape: Shape, run: Run) -> Iterator[str]:
+def prove(shape: Shape, name: str, run: Run) -> Iterator[str]:
     """What is wrong with the kernel at this shape."""
     q, k, pool, meta = inputs(shape, run.pool_layers)
     first = jnp.int32(pool.shape[0] // 2)
@@ -179,16 +210,17 @@ def prove(shape: Shape, run: Run) -> Iterator[str]:
 
     wide = (x.astype(jnp.float32) for x in (q, k, pool))
     expected, _ = jax.jit(functools.partial(step, "reference"))(*wide)
-    program = jax.jit(functools.partial(step, run.implementation), donate_argnums=2)
+    program = jax.jit(functools.partial(step, name), donate_argnums=2)
     memory: Any = program.lower(q, k, pool).compile().memory_analysis()
     copied = not run.interpret and memory.temp_size_in_bytes > pool.nbytes // 2
     out, _ = program(q, k, pool)
     error = float(jnp.linalg.norm(out.astype(jnp.float32) - expected) / jnp.linalg.norm(expected))
-    report(shape=shape.name, error=round(error, 5), temporaries=memory.temp_size_in_bytes)
+    temporaries = memory.temp_size_in_bytes
+    report(of=name, shape=shape.name, error=round(error, 5), temporaries=temporaries)
     if not error < LIMIT:
-        yield f"{shape.name}: error {error}"
+        yield f"{name} {shape.name}: error {error}"
     if copied:
-        yield f"{shape.name}: the pool is copied"
+        yield f"{name} {shape.name}: the pool is copied"
 
 
 def measure(shape: Shape, call: Any, num_layers: int) -> tuple[float, float]:

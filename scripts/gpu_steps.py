@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Time single steps on one GPU without an engine around them, and tell where their time goes.
+"""Time single steps on GPUs without an engine around them, and tell where their time goes.
 
     scripts/gpu_steps.py [--steps decode:256,prefill:8192] [--context 1120] [--in-order]
-                         [--model configs/qwen3-8b.json] [--profile] [--top 16] [--tiny]
+                         [--model configs/qwen3-8b.json] [--tp-size 1] [--ep-size 1]
+                         [--profile] [--top 16] [--tiny]
 
 A step is the forward program and the head after it, as the engine compiles them, many dispatched
 back to back: `decode:N` N rows of --context tokens, `prefill:N` N tokens of prompts of 1,024. A
@@ -10,7 +11,7 @@ row's pages are random, or with --in-order follow each other. Beside scripts/gpu
 it tells how long the device waits for the host. Qwen3-8B's shape unless said, bfloat16, random
 weights. `floor_ms` is what an H200 needs at least: to read the weights (of experts those that the
 step's tokens get, if each gets any of them) and the cached tokens at 4.3 TB/s, or to multiply at
-800 TFLOP/s. Prints one JSON line last.
+800 TFLOP/s, divided by the number of GPUs. Prints one JSON line last.
 
 --profile adds the kernels of a step. XLA's command buffers are off then, because the profiler does
 not see into them, so those steps take longer: read shares. --tiny is a dry run, of small steps of a
@@ -50,6 +51,7 @@ from jserve.runner.programs import Programs  # noqa: E402
 from jserve.runner.startup import Sizing, compiler_options, init_program  # noqa: E402
 from jserve.weights.checkpoint import open_checkpoint  # noqa: E402
 from jserve.weights.loader import load_params  # noqa: E402
+from sharding.experts import EP  # noqa: E402
 from sharding.mesh import make_mesh  # noqa: E402
 from sharding.rules import TP, Rules  # noqa: E402
 
@@ -76,19 +78,23 @@ DRY = Sizes(
 class Steps:
     """Programs of the model and what they work on. `in_order`: a row's pages follow each other."""
 
-    def __init__(self, path: str, in_order: bool, sizes: Sizes) -> None:
-        self._in_order, self.sizes = in_order, sizes
+    def __init__(
+        self, path: str, in_order: bool, sizes: Sizes, *, tensor: int, expert: int
+    ) -> None:
+        self._in_order, self.sizes, self.devices = in_order, sizes, tensor * expert
         config = Config.from_flags(
-            model_path=path, load_format="dummy", dtype="bfloat16", log_level="error"
-        )
+            model_path=path, load_format="dummy", dtype="bfloat16", log_level="error",
+            tp_size=tensor, ep_size=expert,
+        )  # fmt: skip
         checkpoint = open_checkpoint(config.model, find_architecture)
         model_config = parse_config(checkpoint.hf_config, checkpoint.generation_config)
         self.config = model_config
         device = jax.devices()[0]
         memory = (device.memory_stats() or {}).get("bytes_limit")
-        facts = DeviceFacts(device.platform, device.device_kind, 1, memory)
+        facts = DeviceFacts(device.platform, device.device_kind, self.devices, memory)
         resolved = resolve(config, model_config, facts)
-        self.rules = Rules(make_mesh(jax.devices()[:1], tensor=1), TP)
+        mesh = make_mesh(jax.devices(), tensor=tensor, expert=expert)
+        self.rules = Rules(mesh, TP if expert == 1 else EP)
         model = build_model(
             model_config, self.rules, dtype=resolved.dtype,
             attention_backend=resolved.attention_backend, page_size=resolved.page_size,
@@ -212,15 +218,15 @@ def floor_seconds(steps: Steps, name: str, size: int, context: int) -> float:
     products += 2 * pairs * config.num_heads * config.head_dim
     if name == "decode":
         read += pairs * steps.numbers
-    return max(2 * read / 4.3e12, 2 * products / 800e12)
+    return max(2 * read / 4.3e12, 2 * products / 800e12) / steps.devices
 
 
 def profile(steps: Steps, step: tuple[str, int], programs: Any, context: int, top: int) -> Any:
-    """Microseconds of a step by kernel, the longest first."""
-    calls = 3
+    """Microseconds of a step by kernel, on average over GPUs, the longest first."""
+    calls = 3 * steps.devices
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            steps.run(step, programs, context, calls)
+            steps.run(step, programs, context, calls // steps.devices)
         (file,) = Path(folder).rglob("*.xplane.pb")
         data = jax.profiler.ProfileData.from_file(str(file))
     spent: collections.Counter[str] = collections.Counter()
@@ -248,6 +254,8 @@ def main() -> int:
     parser.add_argument("--steps", default=sizes.steps)
     parser.add_argument("--model", default=str(sizes.model))
     parser.add_argument("--context", type=int, default=sizes.context)
+    parser.add_argument("--tp-size", type=int, default=1)
+    parser.add_argument("--ep-size", type=int, default=1)
     parser.add_argument("--in-order", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--top", type=int, default=16)
@@ -255,7 +263,8 @@ def main() -> int:
     options = parser.parse_args()
     pairs = [text.split(":") for text in options.steps.split(",")]
     wanted = [(name, int(size)) for name, size in pairs]
-    steps, rows = Steps(options.model, options.in_order, sizes), dict[str, Any]()
+    mesh = {"tensor": options.tp_size, "expert": options.ep_size}
+    steps, rows = Steps(options.model, options.in_order, sizes, **mesh), dict[str, Any]()
     calls = [sizes.calls] * sizes.rounds
     for step, programs in steps.compile(wanted).items():
         name = f"{step[0]}_{step[1]}"

@@ -87,8 +87,9 @@ def test_attention_over_latents_is_proven_and_timed() -> None:
     assert last["wrong"] == []
     (error,) = [line["error"] for line in lines if "error" in line]
     assert 0 < error < 1e-2
-    assert [name.split()[0] for name in last["us_and_ratio"]] == ["decode", "prefill"]
-    assert_positive(last["us_and_ratio"])
+    (times,) = last["us_and_ratio"].values()
+    assert [name.split()[0] for name in times] == ["decode", "prefill"]
+    assert_positive(times)
 
 
 @pytest.mark.full
@@ -98,6 +99,13 @@ def test_the_grouped_matmul_is_proven_and_timed() -> None:
     assert last["wrong"] == proof["wrong"] == 0 and proof["cases"] == 4
     assert list(last["us_and_ratio"]) == ["pallas_triton_interpret"]
     assert_positive(last["us_and_ratio"])
+
+
+@pytest.mark.full
+def test_the_grouped_matmul_is_timed_beside_a_dense_one() -> None:
+    *_, last = dry_run("gpu_gmm.py", "--held")
+    ours, dense = last["held"]["down"].values()
+    assert ours["us"] > 0 and dense["us"] > 0
 
 
 @pytest.mark.full

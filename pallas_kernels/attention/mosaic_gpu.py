@@ -1,10 +1,9 @@
 """Prefill attention for Hopper: warp-specialised, over the paged pool (Pallas, Mosaic GPU backend).
 
-A tile is TILE consecutive queries of one row and one query head. Tiles are dealt to the
-multiprocessors once, longest first, back and forth, so that each gets about as much. There the
-third warpgroup copies pages to shared memory with the copy engine, ahead into the next tile; the
-other two take half of a tile each, and one multiplies while the other does its softmax. Source of
-that schedule: FlashAttention-3 (arXiv 2407.08608).
+A tile is TILE consecutive queries of one row and one query head; mosaic_tiles deals them to the
+multiprocessors. There the third warpgroup copies pages to shared memory with the copy engine, ahead
+into the next tile; the other two take half of a tile each, and one multiplies while the other does
+its softmax. Source of that schedule: FlashAttention-3 (arXiv 2407.08608).
 
 Serves rows of at least HALF new tokens: a half tile that would reach past the row's end is moved
 back to end there, so that it never holds another row's queries and every store is whole. The
@@ -26,6 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention import pallas_triton
 from pallas_kernels.attention.batch import AttentionMeta, KVLayer
+from pallas_kernels.attention.mosaic_tiles import dealt, num_dealt, tile_table
 from pallas_kernels.attention.tuning import block_sizes
 
 HALF = 64  # queries of one warpgroup
@@ -112,54 +112,14 @@ def prefill(
     )  # fmt: skip
     target = jax.new_ref(jnp.zeros_like(q))
     run(
-        _tiles(meta, kv_layer.first_page, num_tiles), meta.page_table, q, kv_layer.k, kv_layer.v,
-        target,
+        tile_table(meta, kv_layer.first_page, num_tiles, queries=TILE, least=HALF),
+        meta.page_table, q, kv_layer.k, kv_layer.v, target,
     )  # fmt: skip
     return jax.freeze(target)
 
 
-def _tiles(meta: AttentionMeta, first_page: jax.Array, num_tiles: int) -> jax.Array:
-    """int32 [tiles, 7], the longest first: row, the tile's first query in the row, the row's first
-    token, its new tokens, its context; the layer's first page, the number of tiles.
-
-    One fresh array, because the kernel's inputs must be aligned as the parts of an upload are not.
-    """
-    rows = jnp.arange(meta.kv_lens.shape[0], dtype=jnp.int32)
-    q_lens = meta.cu_q_lens[1:] - meta.cu_q_lens[:-1]
-    served = (rows >= meta.distribution[0]) & (rows < meta.distribution[1]) & (q_lens >= HALF)
-    counts = jnp.where(served, (q_lens + (TILE - 1)) // TILE, 0)
-    # Rows are few: a masked sum is one launch where a prefix sum is several.
-    ends = jnp.sum(jnp.where(rows[None, :] <= rows[:, None], counts[None, :], 0), axis=1)
-    tile = jnp.arange(num_tiles, dtype=jnp.int32)
-    row = jnp.sum(tile[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)
-    row = jnp.minimum(row, len(rows) - 1)
-    offset = (ends[row] - 1 - tile) * TILE
-    length = meta.kv_lens[row] - q_lens[row] + offset  # but for the tile's own queries
-    length = jnp.where(tile < ends[-1], length, -1)
-    longer, equal = length[None, :] > length[:, None], length[None, :] == length[:, None]
-    rank = jnp.sum(longer | (equal & (tile[None, :] < tile[:, None])), axis=1)
-    of_layer = (jnp.broadcast_to(x, row.shape) for x in (first_page, ends[-1]))
-    columns = (row, offset, meta.cu_q_lens[row], q_lens[row], meta.kv_lens[row], *of_layer)
-    unsorted = jnp.stack(columns, axis=1)
-    return jnp.zeros_like(unsorted).at[rank].set(unsorted, unique_indices=True)
-
-
-def num_dealt(total: jax.Array, processor: jax.Array, processors: int) -> jax.Array:
-    """How many of `total` tiles a processor gets."""
-    rounds = lax.div(total, jnp.int32(processors))
-    rest = total - rounds * processors
-    place = dealt(rounds, processor, processors) - rounds * processors
-    return rounds + jnp.where(place < rest, 1, 0)
-
-
-def dealt(index: jax.Array, processor: jax.Array, processors: int) -> jax.Array:
-    """Number of the `index`th tile of a processor: forth in even rounds and back in odd ones."""
-    back = lax.rem(index, jnp.int32(2)) == 1
-    return index * processors + jnp.where(back, processors - 1 - processor, processor)
-
-
 def _kernel(
-    tiles_ref: Any,  # [tiles, 7]
+    tiles_ref: Any,  # [tiles, 8]
     table_ref: Any,  # [R, P]
     q_ref: Any,  # [T, H, D]
     k_ref: Any,  # [pages, page, K, D]

@@ -66,9 +66,11 @@ def attention(
     scale: float,
     interpret: bool = False,
     sizes: Sizes = block_sizes,
+    out: jax.Array | None = None,
+    shorter_than: int | None = None,
 ) -> jax.Array:
-    """[T, H, value_dim] of a ragged batch, in q's dtype; sums are float32. `sizes`: where block
-    sizes come from.
+    """[T, H, value_dim] of a ragged batch, in q's dtype; sums are float32. `sizes`, `out` and
+    `shorter_than` are as pallas_triton's.
     """
     (tokens, heads, head_dim), rows = q.shape, meta.kv_lens.shape[0]
     value_dim, page_size = kv_layer.value_dim, kv_layer.k.shape[1]
@@ -82,9 +84,9 @@ def attention(
     spec = Spec(heads, value_dim, page_size, scale * LOG2E, block=0, head_block=0)
     if meta.max_q_len == 1 and tokens == rows:
         return _decode(None, q, kv_layer, meta, spec, sizes, interpret)
-    out = jnp.zeros((tokens, heads, value_dim), q.dtype)
-    if meta.max_q_len is None:
-        out = _prefill(out, q, kv_layer, meta, spec, sizes, interpret)
+    out = jnp.zeros((tokens, heads, value_dim), q.dtype) if out is None else out
+    if meta.max_q_len is None and shorter_than != 1:
+        out = _prefill(out, q, kv_layer, meta, spec, sizes, interpret, shorter_than)
     return _decode(out, q, kv_layer, meta, spec, sizes, interpret)
 
 
@@ -221,6 +223,7 @@ def _prefill(
     spec: Spec,
     sizes: Sizes,
     interpret: bool,
+    shorter_than: int | None,
 ) -> jax.Array:
     """`out` [T, H, V] with the tokens of the rows from distribution[0] on filled in."""
     tuned = sizes("pallas_triton.latent_prefill")
@@ -232,7 +235,9 @@ def _prefill(
     inputs = (kv_layer.first_page.reshape(1), meta.distribution, meta.cu_q_lens, meta.page_table)
     inputs = (*inputs, meta.kv_lens, q, kv_layer.k)
     return pl.pallas_call(
-        functools.partial(_prefill_kernel, spec=spec, query_block=query_block),
+        functools.partial(
+            _prefill_kernel, spec=spec, query_block=query_block, shorter_than=shorter_than
+        ),
         grid=(spec.head_blocks, tokens // query_block + rows),
         out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),
         input_output_aliases={len(inputs): 0},
@@ -255,6 +260,7 @@ def _prefill_kernel(
     *,
     spec: Spec,
     query_block: int,
+    shorter_than: int | None,
 ) -> None:
     # The last tiles of a row are its longest: the first programs take them.
     head_block, tile = pl.program_id(0), pl.num_programs(1) - 1 - pl.program_id(1)
@@ -262,8 +268,11 @@ def _prefill_kernel(
     start = cu_q_lens_ref[row]
     q_len = cu_q_lens_ref[row + 1] - start
     pool = Pool(k_ref, table_ref, first_page_ref[0], row)
+    served = (row >= distribution_ref[0]) & (row < distribution_ref[1]) & (offset < q_len)
+    if shorter_than is not None:
+        served &= q_len < shorter_than
 
-    @pl.when((row >= distribution_ref[0]) & (row < distribution_ref[1]) & (offset < q_len))
+    @pl.when(served)
     def _tile() -> None:
         before = kv_lens_ref[row] - q_len
         lane = jnp.arange(query_block * spec.head_block)

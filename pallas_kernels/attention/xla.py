@@ -1,5 +1,4 @@
-"""Attention as plain XLA loops over blocks of the context: what serves CPU, and the fallback
-on GPU.
+"""Attention as plain XLA loops over blocks of the context: for CPUs, and the fallback on GPUs.
 
 Both loops run an online softmax over KV blocks gathered page by page, and their trip counts depend
 on the real rows' lengths, never on the width of the page table or of the bucket:
@@ -21,16 +20,13 @@ from jax import lax
 from pallas_kernels.attention.batch import AttentionMeta, KVLayer
 from pallas_kernels.float8 import loaded
 
-#: Score of a masked key: finite, so that a block without visible keys yields weights that the next
-#: block scales to 0.
+#: Score of a masked key: finite, so that a block without visible keys yields no NaN.
 MASKED = -1e30
-#: Tokens a KV block holds (rounded to whole pages): the last one is half empty on average, each
-#: costs ~10 µs on CPU.
+#: Tokens of a KV block, in whole pages: the last is half empty on average, each ~10 µs on CPU.
 DECODE_KV_BLOCK = 112
 PREFILL_KV_BLOCK = 128
 PREFILL_QUERY_BLOCK = 64
-DECODE_GROUP = 16
-MIXED_DECODE_GROUP = 8
+DECODE_GROUP, MIXED_DECODE_GROUP = 16, 8
 
 
 class Softmax(NamedTuple):
