@@ -5,6 +5,7 @@ pool or matrix of logits would be one more, and a large one.
 from __future__ import annotations
 
 import functools
+import re
 from collections import Counter
 
 import pytest
@@ -101,6 +102,18 @@ def test_a_step_sums_hidden_rows_twice_a_layer_and_tells_nothing_else(
     size = ROWS if kind is Kind.DECODE else TOKENS
     compiled = programs_of(model, tp).forward(kind, size).lower().compile()
     assert collectives(compiled) == of_layers(size)
+
+
+def test_what_concerns_a_single_row_is_each_devices_part_of_the_vocabulary() -> None:
+    """Where the compiler was to split them, a program for two GPUs copied the whole matrix."""
+    lowered = programs_of(DIVIDED, 2).forward(Kind.DECODE, 1).lower()
+    assert collectives(lowered.compile()) == of_layers(1)
+    looked_up = re.findall(r"stablehlo.gather.*?: \(tensor<(\d+)x32xf32>", lowered.as_text())
+    assert "384" in looked_up and "768" not in looked_up
+    head = programs_of(DIVIDED, 2).head(1, False, False).lower()
+    assert collectives(head.compile()) == gathers(2, 2)
+    multiplied = re.findall(r"dot_general.*?tensor<1x32xf32>, tensor<(\d+)x32xf32>", head.as_text())
+    assert multiplied == ["384"]
 
 
 @pytest.mark.parametrize("tp", [2, 4])

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
+import psutil
 import pytest
 
+from jserve.config import Config
+from jserve.engine.local import local_ends
+from jserve.engine.startup import build
 from jserve.errors import ConfigError
+from jserve.runner.manifest import Manifest
 from jserve.runner.memory import DeviceMemory, temporary_bytes
 from jserve.runner.reach import reached_pages
 from jserve.runner.startup import Sizing
@@ -36,7 +44,12 @@ def test_a_tpus_temporaries_are_what_is_live_at_the_peak(platform: str, expected
 
 def sizing(tokens: int | None) -> Sizing:
     settings: Any = SimpleNamespace(
-        max_total_tokens=tokens, page_size=16, mem_fraction_static=0.9, context_length=4096
+        max_total_tokens=tokens,
+        page_size=16,
+        mem_fraction_static=0.9,
+        context_length=4096,
+        num_slots=64,
+        chunked_prefill_size=2048,
     )
     unused: Any = None
     return Sizing(unused, unused, settings)
@@ -58,9 +71,52 @@ def test_what_a_step_takes_counts_once_it_is_known() -> None:
     crowded = dataclasses.replace(MEMORY, temporaries=2 * GIB)
     with pytest.raises(ConfigError, match=f"--max-total-tokens {tokens} needs"):
         sizing(tokens).pages(crowded)
-    full = dataclasses.replace(MEMORY, weights=17 * GIB)
-    with pytest.raises(ConfigError, match="room for 0 tokens"):
-        sizing(16).pages(full)
+
+
+@pytest.mark.parametrize("tokens", [None, 16])
+@pytest.mark.parametrize("taker", ["weights", "state", "temporaries"])
+def test_what_leaves_no_room_for_a_pool_is_told_with_its_flag(
+    taker: str, tokens: int | None
+) -> None:
+    full = dataclasses.replace(MEMORY, **{"weights": GIB, taker: 17 * GIB})
+    with pytest.raises(ConfigError, match=r"16\.0 GiB .*no room for a KV pool beside") as error:
+        sizing(tokens).pages(full)
+    sizes = {name: "17.0" if name == taker else "0.0" for name in ("state", "temporaries")}
+    slots = "--max-running-requests 64 of --context-length 4096"
+    assert f"{slots} ({sizes['state']} GiB)" in str(error.value)
+    step = f"a step of --chunked-prefill-size 2048 ({sizes['temporaries']} GiB)"
+    assert step in str(error.value)
+
+
+def test_a_pool_over_the_ram_of_a_cpu_is_refused_before_anything_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = tmp_path / "shape.json"
+    sizes = {"hidden_size": 16, "head_dim": 64, "num_attention_heads": 8, "num_hidden_layers": 4}
+    others = {"vocab_size": 300, "intermediate_size": 16, "max_position_embeddings": 64}
+    shape.write_text(json.dumps({"model_type": "llama", **sizes, **others}))
+    flags = {"model_path": str(shape), "load_format": "dummy", "device": "cpu"}
+    config = Config.from_flags(**flags, max_total_tokens=2_000_000_000, compilation_cache_dir="off")
+    monkeypatch.setattr(Manifest, "compile", None)
+    with pytest.raises(ConfigError) as error:
+        build(config, local_ends()[1])
+    room = re.fullmatch(
+        "--max-total-tokens 2000000000 needs a KV pool of 30517.6 GiB on each device; beside "
+        r"weights and a step, ([\d.]+) GiB have room for (\d+) tokens at most",
+        str(error.value),
+    )
+    assert room is not None, str(error.value)
+    ram = psutil.virtual_memory().total
+    assert float(room[1]) * GIB <= 1.01 * ram and 0 < int(room[2]) * 16384 < ram
+
+
+def test_the_devices_of_a_cpu_share_its_ram() -> None:
+    rules: Any = SimpleNamespace(
+        platform="cpu", mesh=SimpleNamespace(devices=SimpleNamespace(size=4))
+    )
+    shared = dataclasses.replace(sizing(None), rules=rules, host_bytes=8 * GIB)
+    assert shared.limit() == 2 * GIB
+    assert dataclasses.replace(shared, host_bytes=None).limit() is None
 
 
 def test_a_device_that_does_not_tell_its_memory_is_taken_at_its_word() -> None:

@@ -10,9 +10,9 @@ import pytest
 from jserve import sampling
 from jserve.layers.rope import Rotary, rotate
 from jserve.runner.buckets import Key
-from jserve.runner.startup import compiler_options
+from jserve.runner.startup import _GPU_SPLIT, compiler_options
 from pallas_kernels import filter_search, qkv_write
-from pallas_kernels.attention import AttentionMeta, KVLayer, mosaic_gpu
+from pallas_kernels.attention import AttentionMeta, KVLayer, mosaic_gpu, mosaic_tiles
 from pallas_kernels.kv_write import write_pages
 from sharding.mesh import make_mesh
 from sharding.rules import TP, Rules
@@ -108,21 +108,29 @@ def test_the_search_keeps_what_a_sort_keeps(vocab: int, digit: int) -> None:
     np.testing.assert_array_equal(ours, theirs)
 
 
-def test_hopper_tiles_hold_every_query_of_the_longer_rows_once_longest_first() -> None:
+@pytest.mark.parametrize(
+    ("queries", "least", "served"),
+    [(mosaic_gpu.TILE, mosaic_gpu.HALF, (2, 3, 5)), (4, 4, (2, 3, 4, 5)), (1, 1, (2, 3, 4, 5))],
+)
+def test_hopper_tiles_hold_every_query_of_the_longer_rows_once_longest_first(
+    queries: int, least: int, served: tuple[int, ...]
+) -> None:
     q_lens, kv_lens = [1, 1, 64, 200, 5, 130, 0], [4, 5, 64, 300, 9, 130, 0]
     starts, none = np.concatenate([[0], np.cumsum(q_lens)]), jnp.int32(0)
     starts, kv_lens, distribution = (jnp.asarray(x, jnp.int32) for x in (starts, kv_lens, [2, 6]))
     meta = AttentionMeta(starts, kv_lens, none, none, none, none, distribution)
-    tiles = np.asarray(mosaic_gpu._tiles(meta, jnp.int32(7), sum(q_lens) // mosaic_gpu.HALF + 1))
+    how = {"queries": queries, "least": least}
+    tiles = np.asarray(mosaic_tiles.tile_table(meta, jnp.int32(7), sum(q_lens) // least + 1, **how))
     count = tiles[0, 6]
     held = [
         (row, query)
         for row, offset, _, q_len, *_ in tiles[:count]
-        for query in range(offset, min(offset + mosaic_gpu.TILE, q_len))
+        for query in range(offset, min(offset + queries, q_len))
     ]
-    assert sorted(held) == [(row, i) for row in (2, 3, 5) for i in range(q_lens[row])]
+    assert sorted(held) == [(row, i) for row in served for i in range(q_lens[row])]
     lengths = tiles[:count, 4] - tiles[:count, 3] + tiles[:count, 1]
-    assert sorted(lengths, reverse=True) == lengths.tolist() and (tiles[:, 5] == 7).all()
+    assert sorted(lengths, reverse=True) == lengths.tolist()
+    assert (tiles[:, 5] == 7).all() and (tiles[:, 7] == sum(q_lens)).all()
 
 
 @pytest.mark.parametrize("total", (0, 1, 5, 13, 39, 40, 51))
@@ -131,8 +139,8 @@ def test_every_tile_is_dealt_to_one_processor(total: int) -> None:
     numbers = []
     for processor in range(processors):
         me = jnp.int32(processor)
-        own = int(mosaic_gpu.num_dealt(jnp.int32(total), me, processors))
-        numbers += [int(mosaic_gpu.dealt(jnp.int32(i), me, processors)) for i in range(own)]
+        own = int(mosaic_tiles.num_dealt(jnp.int32(total), me, processors))
+        numbers += [int(mosaic_tiles.dealt(jnp.int32(i), me, processors)) for i in range(own)]
     assert sorted(numbers) == list(range(total))
 
 
@@ -154,3 +162,6 @@ def test_only_a_gpus_small_programs_search_for_matmul_kernels(
     small, large = (compiler_options(rules, Key("forward", n)) for n in (8, 64))
     assert small is not None and "xla_gpu_autotune_level" not in small
     assert large is not None and large["xla_gpu_autotune_level"] == 0
+    assert small.keys().isdisjoint(_GPU_SPLIT)
+    split = compiler_options(Rules(make_mesh(jax.devices()[:2], tensor=2), TP), Key("forward", 8))
+    assert split == small | _GPU_SPLIT

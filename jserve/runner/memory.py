@@ -18,7 +18,8 @@ _RESERVE = 0.02  # of the device, for what no analysis shows
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Bytes of one device of the mesh. `limit` None: the device does not tell (CPU)."""
+    """Bytes of one device of the mesh. `limit` None: the device does not tell; on a CPU, its part
+    of the RAM."""
 
     limit: int | None
     weights: int
@@ -71,7 +72,7 @@ class DeviceMemory:
 
 
 def device_limit(device: Any) -> int | None:
-    stats = device.memory_stats() if device.platform != "cpu" else None
+    stats = device.memory_stats()
     return None if stats is None else stats.get("bytes_limit")
 
 

@@ -48,6 +48,9 @@ _GPU_OPTIONS: Options = {"xla_disable_hlo_passes": "rematerialization"}
 # and can pick wrong (20% of a matmul).
 _GPU_LARGE: Options = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 SEARCHED_BELOW = 16
+# Collectives are launched one by one, between CUDA graphs of what lies between two of them: for
+# short runs too (6 to 16% of a decode step on two cards).
+_GPU_SPLIT: Options = {"xla_gpu_graph_min_graph_size": 2}
 
 
 class RunnerSettings(Protocol):
@@ -82,6 +85,7 @@ def compile_programs(
     *,
     compilation_cache_dir: str | None = None,
     facts: Sequence[object] = (),
+    host_bytes: int | None = None,
 ) -> tuple[Programs, Mapping[str, jax.Array], Manifest, CompileGuard, int]:
     """Size the pool and compile: what a Runner is made of, or a StackedRunner where `rules` have
     ranks. On CPU the rest compiles on in the background.
@@ -91,12 +95,13 @@ def compile_programs(
         progress: called in this thread with (programs compiled, in all).
         compilation_cache_dir: of JAX's cache and of whole programs, or None.
         facts: what the model's code depends on beside its parameters; told by their repr.
+        host_bytes: of RAM, parameters included, for all of the mesh where it is a CPU's.
     """
     if compilation_cache_dir is not None:
         jax.config.update("jax_compilation_cache_dir", compilation_cache_dir)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    sizing, on_each_rank = Sizing(model, rules, settings), for_ranks(rules)
+    sizing, on_each_rank = Sizing(model, rules, settings, host_bytes), for_ranks(rules)
     memory = sizing.memory(local_bytes(params.values()))
     num_pages, folder = sizing.reached(sizing.pages(memory)), None
     devices = list(rules.mesh.devices.flat)
@@ -131,7 +136,8 @@ def compile_programs(
 def compiler_options(rules: Rules, key: Key) -> Options | None:
     if rules.platform != "gpu":
         return None
-    return _GPU_OPTIONS | (_GPU_LARGE if key.size >= SEARCHED_BELOW else {})
+    split = _GPU_SPLIT if rules.mesh.size > 1 else {}
+    return _GPU_OPTIONS | split | (_GPU_LARGE if key.size >= SEARCHED_BELOW else {})
 
 
 def required(programs: Programs) -> Iterator[Program]:
@@ -175,6 +181,7 @@ class Sizing:
     model: Model
     rules: Rules
     settings: RunnerSettings
+    host_bytes: int | None = None
 
     def programs(self, num_pages: int) -> Programs:
         settings = self.settings
@@ -219,16 +226,25 @@ class Sizing:
     def memory(self, weights: int) -> DeviceMemory:
         """Of one device; what the steps' temporaries take is not known yet."""
         return DeviceMemory(
-            limit=device_limit(self.rules.mesh.devices.flat[0]),
+            limit=self.limit(),
             weights=weights,
             state=local_bytes(jax.tree.leaves(self.programs(2).shapes.state)),
             page=self._page_bytes(self.model.cache),
             shares=self.shares(),
         )
 
+    def limit(self) -> int | None:
+        """Bytes of one device, if they are known; those of a CPU share its RAM."""
+        devices = self.rules.mesh.devices
+        if self.rules.platform != "cpu":
+            return device_limit(devices.flat[0])
+        return self.host_bytes and self.host_bytes // devices.size
+
     def pages(self, memory: DeviceMemory) -> int:
         """By --max-total-tokens, else what weights and temporaries leave free."""
         settings = self.settings
+        if memory.limit is not None and memory.most_pages() < 2:  # one is for padding
+            raise ConfigError(self._too_full(memory, memory.limit))
         if settings.max_total_tokens is not None:
             return self._asked_pages(memory, settings.max_total_tokens)
         if memory.limit is None:
@@ -242,6 +258,18 @@ class Sizing:
                 f"{settings.context_length}; raise the first or lower the second"
             )
         return pages
+
+    def _too_full(self, memory: DeviceMemory, limit: int) -> str:
+        """What to say where no pool has room."""
+        settings = self.settings
+        slots = f"--max-running-requests {settings.num_slots}"
+        takers = {
+            "weights": memory.weights,
+            f"{slots} of --context-length {settings.context_length}": memory.state,
+            f"a step of --chunked-prefill-size {settings.chunked_prefill_size}": memory.temporaries,
+        }
+        sizes = ", ".join(f"{what} ({size / 2**30:.1f} GiB)" for what, size in takers.items())
+        return f"{limit / 2**30:.1f} GiB of each device have no room for a KV pool beside {sizes}"
 
     def reached(self, num_pages: int) -> int:
         """Of a pool of so many pages, those that this platform's kernels reach. Raises ConfigError
