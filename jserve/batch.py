@@ -28,10 +28,13 @@ MOST_COUNTED = 2**16 - 1  # first tokens that a request has generated: penalties
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallContext:
     """One forward call; `meta` describes the ragged rows, built once and shared by all layers, but
-    those of a cache group: they have one of `group_metas`, which differs in pages.
+    those of a cache group: they have one of `group_metas`, which differs in pages. `real`: of the
+    tokens that a feed-forward layer is given, those of all ranks in their order, which are no
+    padding.
     """
 
     meta: AttentionMeta
+    real: jax.Array  # bool[T]; [D · T] where D data-parallel ranks share such layers
     group_metas: tuple[AttentionMeta, ...] = ()
 
 

@@ -37,7 +37,7 @@ LEAST_SPARED = 8 << 20
 
 #: (tokens [T, C], float32 weights [T, k], int32 experts [T, k], parameters of the device's experts
 #: …) → [T, C]: each token's sum over its experts of weight · what the device's part of the expert
-#: makes of it. Experts are numbered from the device's first; H is somebody else's.
+#: makes of it. Experts are numbered from the device's first; H is somebody else's or nobody's.
 Compute = Callable[..., jax.Array]
 
 
@@ -45,7 +45,7 @@ def apply_experts(
     compute: Compute,
     x: jax.Array,  # [T, C] replicated
     weights: jax.Array,  # float32[T, k]
-    ids: jax.Array,  # int32[T, k]
+    ids: jax.Array,  # int32[T, k]; the number behind the last expert's is nobody's
     params: Sequence[jax.Array],
     axes: Sequence[tuple[str | None, ...]],
     rules: Rules,
@@ -107,7 +107,7 @@ def _exchange(
 ) -> jax.Array:
     """A share of the tokens in, the same out."""
     held, shards, me = params[0].shape[0], lax.axis_size(_EXPERT), lax.axis_index(_EXPERT)
-    owners = (ids // held).reshape(-1)
+    owners = (ids // held).reshape(-1)  # S: nobody, to whom nothing is sent
     order = jnp.argsort(owners, stable=True)
     to = jnp.sum(owners[:, None] == jnp.arange(shards)[None, :], axis=0, dtype=jnp.int32)
     sizes = lax.all_gather(to, _EXPERT)  # [from, to]

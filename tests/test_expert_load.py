@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ import torch
 from fake_model import FakeModel
 from prometheus_client.parser import text_string_to_metric_families
 from test_expert_parallel import SPARSE, one_token
-from tiny_models import batch, hf_dict, oracle, random_tables, rules_of
+from test_moe_padding import counted_rows
+from tiny_models import hf_dict, oracle, rules_of
 
 from jserve.config import Config
 from jserve.engine.engine import Engine
@@ -31,12 +33,11 @@ from sharding import experts
 CHUNK, NEW_TOKENS = 4, 10
 
 
-def test_padding_tokens_have_chosen_no_expert() -> None:
-    rows = [(0, [5, 6, 7]), (2, [8])]
-    context, _ = batch(rows, random_tables(2), decode=False, bucket=(16, 4))
+def test_tokens_that_are_nobodys_have_chosen_no_expert() -> None:
     ids = np.random.default_rng(0).integers(0, 6, (2, 16, 3)).astype(np.int32)
+    ids[:, 4:] = 6
     before = np.arange(12, dtype=np.int32).reshape(2, 6)
-    found = add_chosen(jnp.asarray(before), [*jnp.asarray(ids)], context.meta)
+    found = add_chosen(jnp.asarray(before), [*jnp.asarray(ids)])
     expected = [np.bincount(of_layer[:4].reshape(-1), minlength=6) for of_layer in ids]
     np.testing.assert_array_equal(found, before + expected)
 
@@ -246,7 +247,9 @@ def test_an_engine_tells_how_many_tokens_each_expert_got(
     exchanged: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of prompts in chunks, beside padding, and of a second turn only what was computed."""
+    """Of prompts in chunks, beside padding, and of a second turn only what was computed. No other
+    rows are multiplied: gate and up, and down, of each slice of an expert."""
+    multiplied = counted_rows(monkeypatch)
     if exchanged:
         monkeypatch.setattr(experts, "exchange_pays", lambda shape, *_: shape[0] % 2 == 0)
     config_class, overrides = FAMILIES[family]
@@ -274,6 +277,8 @@ def test_an_engine_tells_how_many_tokens_each_expert_got(
         expected += recount(theirs, [whole]) - recount(theirs, [whole[:cached]])
         info = engine.get_server_info()
         assert info["expert_tokens"] == expected.tolist() and info["recompiles_total"] == 0
+        jax.effects_barrier()
+        assert sum(multiplied) == 2 * flags.get("tp_size", 1) * expected.sum()
         told = json.loads(scrape(engine, config, "/server_info"))
         assert told["expert_tokens"] == expected.tolist()
         text = scrape(engine, config)

@@ -29,6 +29,7 @@ from sharding import experts
 from sharding.experts import apply_experts, exchange_pays
 
 EXPERTS, TOP_K, HIDDEN, TOKENS = 8, 3, 6, 16
+NOBODYS = 5  # of the tokens, the last ones: with four shares, all of one
 
 
 def an_own_factor(
@@ -53,10 +54,13 @@ def test_each_token_gets_its_experts_sum(
     ids = np.stack([rng.permutation(EXPERTS)[:TOP_K] for _ in range(TOKENS)]).astype(np.int32)
     if crowded:  # all rows are for one device, the others have none
         ids = np.tile(np.array([5, 4, 5], np.int32), (TOKENS, 1))
+    ids[-NOBODYS:] = EXPERTS
     x, weights = rng.normal(size=(TOKENS, HIDDEN)), rng.random((TOKENS, TOP_K))
     factors, slices = rng.normal(size=(EXPERTS, HIDDEN)), rng.normal(size=(EXPERTS, 4))
+    someones = np.append(np.ones(EXPERTS), 0.0)[ids] * weights
+    some = np.minimum(ids, EXPERTS - 1)
     expected = np.einsum(
-        "tk,tkc->tc", weights, x[:, None] * factors[ids] * slices.sum(1)[ids][..., None]
+        "tk,tkc->tc", someones, x[:, None] * factors[some] * slices.sum(1)[some][..., None]
     )
     monkeypatch.setattr(experts, "exchange_pays", lambda *_: way == "exchange")
     exchange = experts._exchange

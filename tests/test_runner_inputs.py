@@ -17,6 +17,7 @@ from jserve.runner.masks import pad_mask
 from jserve.runner.memory import DeviceMemory
 from jserve.runner.programs import _unpack
 from jserve.runner.recount import pack_recounts
+from jserve.runner.stacked import pack_steps
 from jserve.runner.window_share import WindowShare, kept_tokens
 from jserve.types import KVShape
 
@@ -89,6 +90,7 @@ def test_what_the_device_unpacks_is_what_the_plan_says(seed, decode_rows, chunks
     )
     padding = layout.tokens - tokens
     assert np.asarray(meta.token_rows).tolist() == [*row_of, *[layout.rows] * padding]
+    assert np.asarray(context.real).tolist() == [True] * tokens + [False] * padding
     assert np.asarray(meta.positions).tolist() == [*position, *[0] * padding]
     slot = plan.slots[row_of]
     where = final[slot, position // PAGE] * PAGE + position % PAGE
@@ -145,6 +147,19 @@ def test_a_cache_group_has_tables_and_slots_of_its_own():
         assert (np.asarray(meta.page_table)[row] == np.asarray(table)[number]).all()
     assert not np.asarray(table)[SLOTS].any()
     assert (np.asarray(meta.kv_lens) == np.asarray(context.meta.kv_lens)).all()
+
+
+def test_each_rank_knows_which_tokens_of_all_ranks_are_real():
+    plans = [random_plan(0, 2, [3])[0], None, random_plan(1, 1, [])[0]]
+    layout = StepLayout(SLOTS, 8, SLOTS, num_ranks=3)
+    packed = pack_steps(layout, plans)
+    table = jnp.zeros((SLOTS + 1, PAGES), jnp.int32)
+    state = SlotState(jnp.zeros(1 + SLOTS, jnp.int32), table, jnp.zeros(1), ())  # type: ignore
+    for mine, count in zip(packed, (5, 0, 1), strict=True):
+        _, context, _ = _unpack(layout, jnp.asarray(mine), state, PAGE, None)
+        assert np.sum(context.meta.token_rows < layout.rows) == count
+        assert np.flatnonzero(context.real).tolist() == [0, 1, 2, 3, 4, 16]
+    np.testing.assert_array_equal(packed[0, :-3], layout.pack(plans[0])[:-3])
 
 
 def test_uploads_are_never_the_same_memory():

@@ -176,7 +176,8 @@ def batch(
         distribution=jnp.asarray([leading_decode_rows(rows), num_rows], jnp.int32),
         max_q_len=1 if decode else None,
     )
-    return CallContext(meta), padded(ids, num_tokens)
+    real = jnp.arange(num_tokens) < len(ids)
+    return CallContext(meta, real), padded(ids, num_tokens)
 
 
 def padded(values: list[int], size: int, fill: int = 0) -> jnp.ndarray:

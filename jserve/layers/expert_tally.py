@@ -11,15 +11,11 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention import AttentionMeta
-
 
 def add_chosen(
-    tally: jax.Array, chosen: Sequence[jax.Array], meta: AttentionMeta
+    tally: jax.Array, chosen: Sequence[jax.Array]
 ) -> jax.Array:  # int32 [L, E] → the same
-    """With a step's choices, int32 [T, k] of each layer in order; padding has made none. Wraps."""
-    real = meta.token_rows < meta.kv_lens.shape[0]  # [T]
-    ids = jnp.where(real[None, :, None], jnp.stack(chosen), -1)  # [L, T, k]
+    """With a step's choices, int32 [T, k] of each layer in order; E is nobody. Wraps."""
     experts = jnp.arange(tally.shape[1], dtype=jnp.int32)
-    mine = ids[..., None] == experts[None, None, None, :]
+    mine = jnp.stack(chosen)[..., None] == experts[None, None, None, :]  # [L, T, k, E]
     return tally + jnp.sum(mine, axis=(1, 2), dtype=jnp.int32)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jserve.batch import CallContext
 from sharding.ranks import Ranks
 
 
@@ -18,10 +19,10 @@ class Gathered(nnx.Module):
     def __init__(self, inner: nnx.Module, ranks: Ranks) -> None:
         self.inner, self.ranks = inner, ranks
 
-    def __call__(self, x: jax.Array) -> jax.Array:  # [T, C] → [T, C], this rank's
+    def __call__(self, x: jax.Array, context: CallContext) -> jax.Array:  # [T, C], this rank's
         with jax.named_scope("gather"):
             everybody = self.ranks.gather(x)
-        y = self.inner(everybody)
+        y = self.inner(everybody, context)
         with jax.named_scope("scatter"):
             return self.ranks.scatter(y)
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jserve.batch import CallContext
 from jserve.layers.linear import Linear, contract
 from jserve.layers.mlp import GatedMLP
 from jserve.types import MoEConfig
@@ -43,17 +44,24 @@ class Router(nnx.Module):
         self.weight, self.bias, self.score_bias = weight, bias, score_bias
         self.config, self.rules = config, rules
 
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """[T, C] → float32 weights [T, k] and int32 experts [T, k]."""
+    def __call__(self, x: jax.Array, real: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """[T, C] → float32 weights [T, k] and int32 experts [T, k]; of tokens that are not `real`
+        (bool [T]) 0 and E, which is nobody."""
         float32 = jnp.dtype(jnp.float32)
         logits = contract(x, self.weight[...], self.rules, axis=0, out_dtype=float32)
         if self.bias is not None:
             logits = logits + self.bias[...].astype(float32)[None, :]
         score_bias = None if self.score_bias is None else self.score_bias[...]
         whole = self.rules.spec(())
-        choose = functools.partial(route, config=self.config, platform=self.rules.platform)
         # Each device chooses for itself: the compiler cannot split a kernel.
-        return self.rules.on_devices(choose, whole, whole)(logits, score_bias)
+        return self.rules.on_devices(self._choose, whole, whole)(logits, score_bias, real)
+
+    def _choose(
+        self, logits: jax.Array, score_bias: jax.Array | None, real: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        config, real = self.config, real[:, None]
+        weights, ids = route(logits, score_bias, config=config, platform=self.rules.platform)
+        return jnp.where(real, weights, 0.0), jnp.where(real, ids, config.num_experts)
 
 
 class MoE(nnx.Module):
@@ -79,9 +87,9 @@ class MoE(nnx.Module):
         self.shared, self.shared_gate = shared, shared_gate
         self.activation, self.matmul, self.rules = activation, matmul, rules
 
-    def __call__(self, x: jax.Array) -> jax.Array:  # [T, C] → [T, C]
+    def __call__(self, x: jax.Array, context: CallContext) -> jax.Array:  # [T, C] → [T, C]
         with jax.named_scope("router"):
-            weights, ids = self.router(x)
+            weights, ids = self.router(x, context.real)
             ranks = self.rules.ranks
             self.sow(nnx.Intermediate, "chosen", ids if ranks is None else ranks.own(ids))
         params, axes = [self.gate_up[...], self.down[...]], [GATE_UP_AXES, DOWN_AXES]
@@ -95,7 +103,7 @@ class MoE(nnx.Module):
             y = y + added.astype(x.dtype)
         if self.shared is not None:
             with jax.named_scope("shared"):
-                y = y + self._shared(x, self.shared)
+                y = y + self._shared(x, self.shared, context)
         return y
 
     def _compute(
@@ -121,8 +129,8 @@ class MoE(nnx.Module):
             rows = gated(wide + jnp.take(bias, experts, axis=0, mode="clip"), self.activation)
         return weighted_sum(self.matmul(rows, down, sizes), places, weights)
 
-    def _shared(self, x: jax.Array, shared: GatedMLP) -> jax.Array:
-        y = shared(x)
+    def _shared(self, x: jax.Array, shared: GatedMLP, context: CallContext) -> jax.Array:
+        y = shared(x, context)
         return y if self.shared_gate is None else jax.nn.sigmoid(self.shared_gate(x)) * y
 
 

@@ -225,7 +225,7 @@ class Blueprint:
 #: block(x, kv_layer, angles, context) → (x, kv_layer).
 BlockFactory = Callable[[Blueprint, str, str, int | None], nnx.Module]
 #: Builds a block's feed-forward layer of (blueprint, path, name of the decoder layer): an
-#: nnx.Module called as mlp(x) → x.
+#: nnx.Module called as mlp(x, context) → x.
 Feed = Callable[[Blueprint, str, str], nnx.Module]
 
 

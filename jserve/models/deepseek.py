@@ -86,7 +86,7 @@ class DeepseekBlock(nnx.Module):
             out, kv_layer = self.attention(self.attention_norm(x), kv_layer, angles, context)
             x = x + out
         with jax.named_scope("mlp"):
-            return x + self.mlp(self.mlp_norm(x)), kv_layer
+            return x + self.mlp(self.mlp_norm(x), context), kv_layer
 
 
 def latent_attention(make: Blueprint, path: str, name: str) -> LatentAttention:

@@ -64,7 +64,7 @@ class Gemma3Block(nnx.Module):
             out, kv_layer = self.attention(self.attention_norm(x), kv_layer, angles, context)
             x = x + self.attention_out_norm(out)
         with jax.named_scope("mlp"):
-            return x + self.mlp_out_norm(self.mlp(self.mlp_norm(x))), kv_layer
+            return x + self.mlp_out_norm(self.mlp(self.mlp_norm(x), context)), kv_layer
 
 
 def adapt_gemma3(config: ModelConfig, hf: Mapping[str, Any]) -> ModelConfig:

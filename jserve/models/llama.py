@@ -34,4 +34,4 @@ class LlamaBlock(nnx.Module):
             out, kv_layer = self.attention(self.attention_norm(x), kv_layer, angles, context)
             x = x + out
         with jax.named_scope("mlp"):
-            return x + self.mlp(self.mlp_norm(x)), kv_layer
+            return x + self.mlp(self.mlp_norm(x), context), kv_layer

@@ -79,7 +79,7 @@ class Model:
             pools[group] = KVPool(kv_layer.k, kv_layer.v)
         with jax.named_scope("norm"):
             x = self._norm.merge(self._norm.leaves(params))(x)
-        tally = tuple(add_chosen(counts, chosen, context.meta) for counts in kv.tally)
+        tally = tuple(add_chosen(counts, chosen) for counts in kv.tally)
         return x, pools[0]._replace(groups=tuple(pools[1:]), tally=tally)
 
     def logits(self, params: Mapping[str, jax.Array], hidden: jax.Array) -> jax.Array:

@@ -30,6 +30,7 @@ class StepFields(NamedTuple):
     sample_index: Any  # [N]
     token_ids: Any  # [T]
     new_pages: Any  # [T · (1 + groups)]
+    num_real: Any  # [D] tokens of each data-parallel rank; by pack, as many as of this one
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,12 +41,13 @@ class StepLayout:
     tokens: int
     num_slots: int
     num_groups: int = 0
+    num_ranks: int = 1
 
     @property
     def sizes(self) -> tuple[int, ...]:
         rows, tokens, slots = self.rows, self.tokens, self.num_slots
         pages = tokens * (1 + self.num_groups)
-        return (2, rows + 1, rows, rows, slots, slots, slots, tokens, pages)
+        return (2, rows + 1, rows, rows, slots, slots, slots, tokens, pages, self.num_ranks)
 
     @property
     def size(self) -> int:
@@ -72,13 +74,12 @@ class StepLayout:
         leading = num_rows if plan.kind is Kind.DECODE else plan.num_decode_rows
         fields.distribution[:] = (leading, num_rows)
         fields.cu_q_lens[1 : num_rows + 1] = ends
-        fields.cu_q_lens[num_rows + 1 :] = num_tokens
-        fields.slots[:] = self.num_slots
+        fields.cu_q_lens[num_rows + 1 :] = fields.num_real[:] = num_tokens
+        fields.slots[:] = fields.sample_slots[:] = self.num_slots
         fields.slots[:num_rows] = plan.slots
         fields.kv_lens[:num_rows] = plan.kv_lens
         sampling = np.flatnonzero(plan.samples)
         fields.sample_tokens[: len(sampling)] = ends[sampling] - 1
-        fields.sample_slots[:] = self.num_slots
         fields.sample_slots[: len(sampling)] = plan.slots[sampling]
         fields.sample_index[: len(sampling)] = plan.output_index[sampling]
         fields.token_ids[:num_tokens] = plan.token_ids
@@ -142,8 +143,7 @@ class EditLayout:
         row.ints[:] = (s.top_k, s.min_new_tokens)
         _fill_ids(row.stop_ids, s.stop_ids, self.vocab)
         _fill_ids(row.bias_ids, s.bias_ids, self.vocab)
-        values = np.array(s.bias_values, np.float32)
-        row.bias_values[: len(values)] = values.view(np.int32)
+        row.bias_values[: len(s.bias_values)] = np.array(s.bias_values, np.float32).view(np.int32)
         row.logprob_ids[: len(s.logprob_ids)] = s.logprob_ids
         tables = row.pages.reshape(-1, self.pages)
         tables[:, : len(edit.pages)] = (edit.pages, *edit.group_pages)

@@ -51,8 +51,9 @@ class Programs:
         self.numbers = split or numbers
 
     def layout(self, mixed: bool, size: int) -> StepLayout:
-        slots = self.buckets.num_slots
-        return StepLayout(slots if mixed else size, size, slots, len(self.shapes.groups))
+        slots, shapes = self.buckets.num_slots, self.shapes
+        rows = slots if mixed else size
+        return StepLayout(rows, size, slots, len(shapes.groups), shapes.num_ranks)
 
     def forward(self, kind: Kind, size: int) -> Program:
         mixed, shapes = kind is Kind.MIXED, self.shapes
@@ -152,16 +153,14 @@ def _unpack(
     layout: StepLayout, packed: jax.Array, state: SlotState, page_size: int, max_q_len: int | None
 ) -> tuple[jax.Array, CallContext, SlotState]:
     """The upload → token ids, what attention needs to know, the state with its tables extended."""
-    fields = layout.split(packed)
-    rows, tokens = layout.rows, layout.tokens
-    ends = fields.cu_q_lens[1:]
-    order = jnp.arange(tokens, dtype=jnp.int32)
+    fields, rows = layout.split(packed), layout.rows
+    ends, order = fields.cu_q_lens[1:], jnp.arange(layout.tokens, dtype=jnp.int32)
     token_rows = jnp.sum(order[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)  # R: padding
     real = token_rows < rows
+    everybody = (order[None, :] < fields.num_real[:, None]).reshape(-1)
     row = jnp.minimum(token_rows, rows - 1)
     positions = jnp.where(real, fields.kv_lens[row] - ends[row] + order, 0)
-    slots = fields.slots[row]
-    page_index = positions // page_size
+    slots, page_index = fields.slots[row], positions // page_size
     outside = layout.num_slots + 1 + order  # dropped, each its own index
     tables, metas = [], []
     new_pages = jnp.split(fields.new_pages, 1 + layout.num_groups)
@@ -183,4 +182,4 @@ def _unpack(
         metas.append(meta)
     token_ids = jnp.where(fields.token_ids < 0, state.last_token[slots], fields.token_ids)
     state = dataclasses.replace(state, page_table=tables[0], group_tables=tuple(tables[1:]))
-    return token_ids, CallContext(metas[0], tuple(metas[1:])), state
+    return token_ids, CallContext(metas[0], everybody, tuple(metas[1:])), state

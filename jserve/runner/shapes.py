@@ -66,6 +66,7 @@ class Shapes:
     ) -> None:
         self.model, self.rules, self.page_size = model, rules, page_size
         self.replicated = rules.sharding()
+        self.num_ranks = 1 if rules.ranks is None else rules.ranks.count
         self.params = {
             s.path: jax.ShapeDtypeStruct(
                 s.shape, jnp.dtype(s.dtype), sharding=rules.sharding(s.axes)
@@ -95,7 +96,8 @@ class Shapes:
         one = self.int32(1)
         table, bounds = self.int32(1, self.pages), self.int32(2)
         meta = AttentionMeta(bounds, one, table, one, one, one, bounds, max_q_len=1)
-        context = CallContext(meta, (meta,) * len(self.groups))
+        real = self.array((self.num_ranks,), jnp.bool_)
+        context = CallContext(meta, real, (meta,) * len(self.groups))
         ranks = self.rules.ranks
         run = (lambda function: function) if ranks is None else ranks.alone
         hidden, _ = jax.eval_shape(run(model.forward), self.params, self.kv, context, one)

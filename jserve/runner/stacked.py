@@ -155,7 +155,7 @@ class StackedRunner:
             for plan, tokens in zip(plans, counters, strict=True):
                 tokens[f"bucket_real_tokens_total/{kind}"] += 0 if plan is None else plan.num_tokens
                 tokens[f"bucket_padded_tokens_total/{kind}"] += key.size
-            packed = np.stack([no_step(layout) if p is None else layout.pack(p) for p in plans])
+            packed = pack_steps(layout, plans)
             self._kv, self._state, hidden = forward(self._params, self._kv, self._state, packed)
             sampled = [0 if p is None else int(np.count_nonzero(p.samples)) for p in plans]
             return StackedInFlight(plans, hidden, sampled)
@@ -209,6 +209,14 @@ class StackedRunner:
             out = program(self._head_params, ids, hidden.all, np.stack(packed))
             out.copy_to_host_async()
             flight.scores.append((held, out))
+
+
+def pack_steps(layout: StepLayout, plans: Plans) -> np.ndarray:
+    """[D, size]: the upload of each rank, which is told how many tokens all of them have."""
+    packed = np.stack([no_step(layout) if p is None else layout.pack(p) for p in plans])
+    num_real = [[0 if p is None else p.num_tokens] for p in plans]
+    layout.split(packed.T).num_real[:] = num_real  # [D, 1]: a row for each number, ranks across
+    return packed
 
 
 def no_step(layout: StepLayout) -> np.ndarray:
