@@ -99,7 +99,9 @@ class EngineDeadError(JserveError):
 
 
 def _shortened(text: str) -> str:
-    """The beginning of a long text, and its end, which often says what would be right."""
+    """The beginning of a long text, and its end, which often says what would be right; what UTF-8
+    has not is written as Python does."""
+    text = text.encode("utf-8", "backslashreplace").decode()
     if len(text) <= _LONGEST_MESSAGE:
         return text
     return f"{text[: _LONGEST_MESSAGE - 150]} … {text[-147:]}"

@@ -2,17 +2,21 @@
 
 Python's `spawn` runs the caller's main file again in each child. Here a child imports what its
 target and arguments name, and nothing else: a script needs no guard, and may come from stdin. What
-a child does, and how it is ended, is its owner's.
+a child does, and how it is ended, is its owner's; a process that the owner forks leaves it alone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import multiprocessing
+import multiprocessing.process
+import os
 import pickle
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -22,6 +26,7 @@ from typing import Any
 from jserve.errors import ConfigError
 
 _hiding = threading.Lock()  # one stand-in at a time
+_ours: weakref.WeakSet[SpawnProcess] = weakref.WeakSet()  # all that this process has started
 
 
 def start_process(
@@ -32,9 +37,24 @@ def start_process(
     _Check(io.BytesIO()).dump((target, arguments))
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=target, args=arguments, name=name, daemon=True)
+    _disown_when_forked()
+    _ours.add(process)
     with _hiding, _main_hidden():
         process.start()
     return process
+
+
+@functools.cache
+def _disown_when_forked() -> None:
+    os.register_at_fork(after_in_child=_disown)
+
+
+def _disown() -> None:
+    """In a process that os.fork made, and which ends with sys.exit: there multiprocessing would
+    terminate what it takes for its own children, and then fail to wait for them. (Those that it
+    forks itself forget them as they begin.)"""
+    children: set[Any] = multiprocessing.process._children  # pyright: ignore[reportAttributeAccessIssue]
+    children.difference_update(_ours)
 
 
 class _Check(pickle.Pickler):

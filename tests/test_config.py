@@ -486,3 +486,14 @@ def test_shapes_have_the_published_number_of_parameters(name: str) -> None:
 
 def test_every_shape_file_is_in_the_table() -> None:
     assert {path.stem for path in CONFIGS.iterdir()} == set(SHAPES)
+
+
+@pytest.mark.parametrize(
+    "value", [2**63, -(2**63), 10**30, 10**5000], ids=["max", "min", "1e30", "1e5000"]
+)
+def test_every_integer_option_fits_the_messages_that_hold_it(value: int) -> None:
+    integers = [option.name for _, option in all_options() if "int" in str(option.type)]
+    assert len(integers) > 20
+    for name in integers:
+        with pytest.raises(ConfigError, match=f"^--{name.replace('_', '-')} must be in "):
+            Config.from_flags(model_path="m", **{name: value})

@@ -395,3 +395,22 @@ def test_the_queue_limit_holds_for_the_queues_of_all_ranks_together(
     else:
         with pytest.raises(QueueFullError):
             asyncio.run(run())
+
+
+def test_an_engine_that_does_not_answer_keeps_a_request_waiting_and_refuses_none() -> None:
+    asked: list[str] = []
+
+    class Deaf(Ranked):
+        async def control(self, op: str) -> Any:
+            asked.append(op)
+            raise TimedOutError("no answer of the engine within 10 s")
+
+    waits = GrammarWaits(cast(Any, Deaf(None, 0)), SchedulerOptions(max_queued_requests=4))
+    done = concurrent.futures.Future[Any]()
+    done.set_result("compiled")
+
+    async def run() -> Any:
+        claims = [Route("one", 1, asyncio.get_running_loop())]
+        return await waits.compiled(claims, lambda: done, lambda future: None)
+
+    assert asyncio.run(run()) == "compiled" and asked == ["server_info"]

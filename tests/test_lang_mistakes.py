@@ -444,7 +444,7 @@ def test_arguments_of_a_run_and_a_fork_are_told_by_name_too(make):
 
     with pytest.raises(sgl.ExpressionError, match="stop must be a text or a list of texts"):
         program.run(1, backend=make(), stop=3)
-    with pytest.raises(sgl.ExpressionError, match="fork: size must be >= 1 and an integer"):
+    with pytest.raises(sgl.ExpressionError, match=r"fork: size must be an integer in \[1, 10000\]"):
         program.run("2", backend=make())
 
 

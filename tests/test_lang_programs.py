@@ -335,7 +335,7 @@ def test_wrong_branches_are_refused(make):
         for wrong, message in (
             (lambda: branches.__iadd__(["a"]), "2 branches take 2 items, got 1"),
             (lambda: branches.join("merge"), "mode must be one of"),
-            (lambda: s.fork(0), "size must be >= 1"),
+            (lambda: s.fork(0), "size must be an integer in"),
             (lambda: s.fork(1, position_ids_offset=[1]), "position_ids_offset is not supported"),
         ):
             with pytest.raises(sgl.ExpressionError, match=message):

@@ -135,3 +135,26 @@ def test_what_lives_in_the_main_file_is_refused_by_name(
     with pytest.raises(ConfigError, match="Mine: it is defined in __main__"):
         EngineProcess(config, "fake_engine:build")  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
+
+
+FORKING = """
+import os, sys, time
+from jserve.processes import start_process
+process = start_process(time.sleep, (60,), "sleeper")
+child = os.fork()
+if child == 0:
+    sys.exit(0)
+print(os.waitpid(child, 0)[1], flush=True)
+time.sleep(0.2)
+print(process.is_alive())
+process.kill()
+process.join()
+print(process.exitcode)
+"""
+
+
+def test_the_end_of_a_forked_process_leaves_what_was_started_alone_and_says_nothing(
+    tmp_path: Path,
+) -> None:
+    done = run("file", tmp_path, FORKING)
+    assert done.stdout.split() == ["0", "True", "-9"] and done.stderr == ""

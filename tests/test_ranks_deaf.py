@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -21,7 +23,6 @@ from test_ranks_flush import replies
 from jserve.engine import ranks
 from jserve.engine.engine import Engine
 from jserve.errors import TimedOutError
-from jserve.server import health
 from jserve.server.app import create_app
 from jserve.types import Control, ControlReply, Gauges, SamplingParams, Submit
 
@@ -194,18 +195,66 @@ def test_requests_go_to_deaf_ranks_when_named_or_when_all_are(one_deaf: Any) -> 
     assert {placed(f"s{i}") for i in range(9)} == {0, 1, 2}
 
 
-def test_the_facts_of_one_engine_that_is_stopped_are_503_in_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(health, "TIMEOUT", 0.4)
+def test_ranks_of_which_all_are_deaf_are_not_healthy(half_deaf: Any) -> None:
+    engine, _ = half_deaf
+    pid = int(engine.rank_facts[0]["pid"])
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert asked(engine, "/health").status_code == 503
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@pytest.fixture
+def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Engine, int]]:
+    """One engine alone, whose process is stopped, and that one's id."""
+    monkeypatch.setattr(ranks, "ANSWER_TIMEOUT", 0.3)
     with start(inline=False) as engine:
         pid = int(engine.server_info["pid"])
         os.kill(pid, signal.SIGSTOP)
-        reply = asked(engine, "/server_info")
-        assert reply.status_code == 503 and "not answered within 0.4 s" in reply.text
+        try:
+            yield engine, pid
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+
+def test_one_engine_that_is_stopped_holds_up_nobody_who_asks(stopped: Any) -> None:
+    engine, pid = stopped
+    with ThreadPoolExecutor(1) as threads, contextlib.ExitStack() as ends:
+        ends.callback(os.kill, pid, signal.SIGCONT)
+        open_before = threads.submit(engine.generate, "before", {"max_new_tokens": 4})
+        for path in ("/server_info", "/flush_cache", "/pause_generation", "/continue_generation"):
+            reply = asked(engine, path, "GET" if path == "/server_info" else "POST")
+            assert reply.status_code == 503, path
+            assert "no answer of the engine within 0.3 s" in reply.text, path
         assert asked(engine, "/health").status_code == 503
+        assert asked(engine, "/abort_request", "POST", json={"rid": "nobody"}).status_code == 200
+        for method in (
+            *(engine.flush_cache, engine.pause_generation),
+            *(engine.continue_generation, engine.get_server_info),
+        ):
+            with pytest.raises(TimedOutError, match=r": no answer of the engine within 0\.3 s"):
+                method()
+        assert engine.healthy and not open_before.done()
+
         os.kill(pid, signal.SIGCONT)
-        assert asked(engine, "/server_info").status_code == 200
+        body = open_before.result(10)
+        assert body["meta_info"]["finish_reason"]["type"] == "abort", "as the pauses asked"
+    wait_until(lambda: not engine.get_server_info()["paused"])
+    assert asked(engine, "/health").status_code == 200
+    assert engine.flush_cache(timeout=5)
+    assert ask(engine, "after")["meta_info"]["finish_reason"]["type"] == "length"
+
+
+def test_a_flush_waits_for_one_engine_that_answers_in_its_time(stopped: Any) -> None:
+    engine, pid = stopped
+    with ThreadPoolExecutor(1) as threads, contextlib.ExitStack() as ends:
+        ends.callback(os.kill, pid, signal.SIGCONT)
+        flush = threads.submit(engine.flush_cache, 8.0)
+        time.sleep(0.8)
+        assert not flush.done()
+        os.kill(pid, signal.SIGCONT)
+        assert flush.result(8)
 
 
 STEP = """

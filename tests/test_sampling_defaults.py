@@ -7,9 +7,9 @@ import json
 import pytest
 
 from jserve.config import Config
+from jserve.engine.early import check_early
 from jserve.engine.sampling_defaults import sampling_defaults
 from jserve.errors import ConfigError
-from jserve.server.listener import check_early
 from jserve.weights.checkpoint import Checkpoint
 
 

@@ -408,3 +408,71 @@ def test_a_reset_forgets_both_pools() -> None:
     manager.reset()
     manager.check_integrity()
     assert group.available == 19 and manager.available_pages == 19 and manager.full_pages == 29
+
+
+def decode(manager: CacheManager, lease: Lease, tokens: np.ndarray, count: int) -> np.ndarray:
+    """The tokens and `count` more, each computed behind the last."""
+    (group,) = manager.groups
+    grown = np.concatenate([tokens, np.full(count, 7, np.int32)])
+    for position in range(len(tokens), len(grown)):
+        group.slide([lease], np.array([position]))
+        pages = manager.allocate(position // manager.page_size + 1 - lease.num_pages)
+        assert pages is not None
+        lease.extend(pages)
+        manager.check_integrity()
+    return grown
+
+
+def sealed_run(manager: CacheManager, shared: int) -> tuple[Lease, np.ndarray, np.ndarray]:
+    """A prompt that begins with `shared` tokens that another published meanwhile, answered far past
+    its window."""
+    (group,) = manager.groups
+    prompt = np.concatenate([run_of(shared), run_of(30, 1)])
+    lease = manager.open(prompt, SPACE, 0)  # its own prompt's log-probabilities: none is matched
+    first, _ = prefill(manager, run_of(shared), 32)
+    manager.finish(first, run_of(shared))
+    pages = manager.allocate(len(prompt) // manager.page_size)
+    assert pages is not None
+    lease.extend(pages)
+    manager.commit(lease, prompt)
+    assert lease.sealed
+    answer = decode(manager, lease, prompt, 60)
+    assert int(group.locks[lease.pages[: len(prompt) // manager.page_size]].max()) == 0
+    return lease, prompt, answer
+
+
+def test_a_prompt_computed_beside_another_that_begins_alike_is_cached_to_its_end() -> None:
+    manager, group = make(full=300, window_pages=200, page=1, window=6, kept=8)
+    lease, prompt, answer = sealed_run(manager, 40)
+    assert group.available == 199 - 8, "it locks no more than any other"
+    manager.finish(lease, answer)
+    manager.check_integrity()
+    assert manager.open(prompt, SPACE, len(prompt) - 1).num_pages == len(prompt) - 1
+
+
+def test_what_such_a_request_leaves_behind_goes_before_anything_cached() -> None:
+    manager, group = make(full=300, window_pages=131, page=1, window=6, kept=8)
+    lease, prompt, answer = sealed_run(manager, 40)
+    assert group.slid > len(prompt) - 8 and group.tombstones == 0
+    assert manager.counters.evicted_pages == 0
+    manager.finish(lease, answer)
+    manager.check_integrity()
+    found = manager.open(prompt, SPACE, len(prompt) - 1)
+    assert found.num_pages == 40, "of what went first only the other's part is left"
+    manager.release(found)
+    assert manager.open(answer, SPACE, len(answer)).num_pages == len(answer)
+
+
+@pytest.mark.parametrize("answered", [0, 3, 40])
+def test_old_leaves_go_before_the_end_of_the_newest_prompt(answered: int) -> None:
+    manager, group = make(full=300, window_pages=41, page=1, window=6, kept=8)
+    for salt in range(2, 9):
+        lease, _ = prefill(manager, run_of(5, salt), 5)
+        manager.finish(lease, run_of(5, salt))
+    prompt = np.concatenate([run_of(3, 2), run_of(20, 1)])
+    lease, _ = prefill(manager, prompt, 8)
+    answer = decode(manager, lease, prompt, answered)
+    manager.finish(lease, answer)
+    assert manager.counters.evicted_pages > 0 and group.tombstones > 0
+    assert manager.open(prompt, SPACE, len(prompt) - 1).num_pages == len(prompt) - 1
+    manager.check_integrity()

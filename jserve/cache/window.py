@@ -11,6 +11,9 @@ A live lease needs the window pages of its last tokens only, and locks them:
 When window pages are short, those that nobody locks go, while their full pages stay cached: first
 those that no prefix that ends with a node needs, then whole nodes in eviction order, a leaf with
 all that it has. A prefix is of use only up to where the window before its end is whole.
+
+A sealed lease has its prompt to itself, whose end comes again with the next request like it: what
+it leaves behind is freed when window pages are short, before any other, and else published with it.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ class Lease(Protocol):
 
     num_shared: int
     num_pages: int
+    sealed: bool
 
     @property
     def pages(self) -> np.ndarray: ...
@@ -69,6 +73,7 @@ class WindowGroup:
         self.locks = np.zeros(self._full_pages, np.int32)  # leases that need what is beside a page
         self.evictable = 0  # full pages with a window page that nobody locks
         self._first: dict[Lease, int] = {}
+        self._behind: dict[Lease, list[int]] = {}  # private pages of sealed ones, which lock none
 
     @property
     def available(self) -> int:
@@ -92,6 +97,7 @@ class WindowGroup:
 
     def leave(self, lease: Lease) -> None:
         """A lease ends, or is about to; what it leaves behind may be dropped."""
+        self._behind.pop(lease, None)
         first = self._first.pop(lease, None)
         if first is not None:
             self._unlock(lease.pages[first:])
@@ -138,17 +144,22 @@ class WindowGroup:
         → int[·] the next tokens at which there will be more to let go.
         """
         first = self._needed(next_tokens, self.kept)
-        shared: list[int] = []
+        kept: list[int] = []
         private: list[int] = []
         for lease, end in zip(leases, first.tolist(), strict=True):
             begin = self._first[lease]
             if begin < end:
                 self._first[lease] = end
                 middle = min(max(lease.num_shared, begin), end)
-                shared += lease.pages[begin:middle].tolist()
-                private += lease.pages[middle:end].tolist()
-        if shared:
-            self._unlock(np.array(shared, np.int32))
+                kept += lease.pages[begin:middle].tolist()
+                own = lease.pages[middle:end].tolist()
+                if lease.sealed:
+                    kept += own
+                    self._behind.setdefault(lease, []).extend(own)
+                else:
+                    private += own
+        if kept:
+            self._unlock(np.array(kept, np.int32))
         if private:
             gone = np.array(private, np.int32)
             self._unlock(gone)
@@ -158,7 +169,10 @@ class WindowGroup:
     def reclaim(self, n: int, tree: RadixTree, evictor: Evictor) -> np.ndarray:
         """Make `n` window pages free, with `available` ≥ n; → full pages of leaves that had to go,
         whose window pages are freed already."""
-        missing, gone = n - self.allocator.num_free, [np.empty(0, np.int32)]
+        gone = [np.empty(0, np.int32)]
+        while n > self.allocator.num_free and self._behind:
+            self._forget_behind(next(iter(self._behind)))
+        missing = n - self.allocator.num_free
         if missing <= 0:
             return gone[0]
         batch = max(missing, int(self.num_pages * _BATCH))
@@ -208,6 +222,7 @@ class WindowGroup:
         for lease in leases:
             wanted.update(lease.pages[self._first[lease] :].tolist())
             left = lease.pages[lease.num_shared : self._first[lease]]
+            left = np.setdiff1d(left, self._behind.get(lease, []))
             assert not self.of[left].any(), f"private pages outside the window: {left}"
         locks = np.zeros_like(self.locks)
         locks[list(wanted)] = list(wanted.values())
@@ -215,12 +230,16 @@ class WindowGroup:
         assert not len(wrong), f"locks of {wrong[:16]}: {self.locks[wrong[:16]]=} {locks[wrong]=}"
         assert self.of[list(wanted)].all(), "a locked tombstone"
         cached = np.concatenate([free[:0], *(node.pages for node in nodes(tree))])
-        evictable = int(np.count_nonzero(self._loose(cached)))
+        behind = np.array([page for own in self._behind.values() for page in own], np.int32)
+        evictable = int(np.count_nonzero(self._loose(np.concatenate([cached, behind]))))
         assert evictable == self.evictable, f"{evictable=} {self.evictable=}"
 
     def _needed(self, next_token: Any, window: int) -> Any:
         """The first page that a token at this position sees, or an array of them."""
         return np.maximum(next_token + 1 - window, 0) // self.page_size
+
+    def _forget_behind(self, lease: Lease) -> None:
+        self.slid += self.drop(np.array(self._behind.pop(lease), np.int32))
 
     def _bury(self, pages: np.ndarray, most: int) -> int:
         """Drop up to `most` window pages of cached full pages; the last ones stay longest."""

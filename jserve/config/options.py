@@ -39,6 +39,7 @@ _NOT_EMPTY = (r"(?s).*\S.*", "a file or a Jinja text")
 _LONGEST = 1_000_000
 _MOST_DEVICES = 4096  # along one axis
 _MOST_TOKENS = 2_000_000_000  # pages are counted in 32 bits
+_MOST = 2**63 - 1  # of any integer: what a message holds
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,6 +260,10 @@ def check_value(option: dataclasses.Field[Any], value: Any) -> None:
         raise ConfigError(f"{flag} must be {words}, got {value!r}")
     if choices and value not in choices:
         raise ConfigError(f"{flag} must be one of {', '.join(choices)}, got {value}")
+    if type(value) is int and abs(value) > _MOST:
+        low, high = -_MOST if low is None else low, _MOST if high is None else high
+        got = value if value.bit_length() < 1000 else "one of hundreds of digits"
+        raise ConfigError(f"{flag} must be in [{low}, {high}], got {got}")
     if low is not None and not low <= value <= (math.inf if high is None else high):
         wanted = f">= {low}" if high is None else f"in [{low}, {high}]"
         raise ConfigError(f"{flag} must be {wanted}, got {value}")

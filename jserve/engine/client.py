@@ -32,7 +32,7 @@ class EngineClient:
         self.routes: dict[str, Route] = {}
         self.left: dict[tuple[str, int], Route] = {}  # see farewell.py
         self._turns = itertools.count(1)
-        self._questions = Questions()
+        self._questions = Questions(life.patience)
         self._life = life
         self._channel = life.worker.channel
         self.send: Callable[[ToEngine], None] = self._channel.send

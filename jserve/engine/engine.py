@@ -14,15 +14,17 @@ from typing import Any
 import msgspec
 
 from jserve.config import Config
-from jserve.engine.aborts import abort, mark
+from jserve.engine.aborts import abort, check_abort, mark
 from jserve.engine.background import BackgroundLoop
 from jserve.engine.batch_stream import generate_batch
 from jserve.engine.batches import answer
 from jserve.engine.client import EngineClient
 from jserve.engine.core import EngineCore
+from jserve.engine.early import check_model, check_options
 from jserve.engine.flush import flush_when_idle
 from jserve.engine.grammars import Grammars
 from jserve.engine.life import EngineLife
+from jserve.engine.questions import check_question
 from jserve.engine.reasoner import Reasoner
 from jserve.engine.render import render_output
 from jserve.engine.reporter import Reporter
@@ -72,6 +74,9 @@ class Engine:
         **flags: Any,
     ) -> None:
         config = _config_of(config, flags | ({"model_path": model_path} if model_path else {}))
+        check_options(config)
+        if inline and tokenizer is None:  # a thread that loads cannot be stopped
+            check_model(config)
         self._background = BackgroundLoop()
         self.config = config
         model, server = config.model, config.server
@@ -140,11 +145,9 @@ class Engine:
 
     async def control(self, op: str, **args: str | int | float | bool) -> ControlReply:
         """Ask the engine: an `op` of types.Control with its arguments. Raises EngineDeadError,
-        TimedOutError where ranks have not answered that must, and RequestError for an argument of
-        another type."""
-        for name, value in args.items():
-            if type(value) not in (str, int, float, bool):
-                raise RequestError(f"{name} must be a string or a number, got {value!r}.", name)
+        TimedOutError where it, or a rank that must, does not answer for a while, and RequestError
+        for what cannot be asked."""
+        check_question(op, args)
         if op == "flush_cache" and await self.grammars.waits.hold_up_flush():
             return ControlReply(id="", ok=False)
         if op == "pause_generation" and args.get("mode", "abort") == "abort":
@@ -159,9 +162,8 @@ class Engine:
 
     def abort(self, rid: str = "", abort_all: bool = False) -> None:
         """End every request whose id starts with `rid`; they finish with reason abort. Raises
-        RequestError for an id that is no string."""
-        if type(rid) is not str:
-            raise RequestError(f"rid must be a string, got {rid!r}.", "rid")
+        RequestError for an id that is no string, and for `abort_all` that is no bool."""
+        check_abort(rid, abort_all)
         if self._life.forked:
             self._client.require_alive()
         elif rid or abort_all:

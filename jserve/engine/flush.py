@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
+from jserve.engine.sendable import check_sendable
 from jserve.errors import RequestError, TimedOutError
 from jserve.types import ControlReply
 
@@ -21,6 +22,7 @@ async def flush_when_idle(
     Raises RequestError for a timeout that is below 0 or over an hour, and what `control` raises; a
     rank that does not answer may do so later.
     """
+    check_sendable("timeout", timeout)
     if type(timeout) not in (int, float) or not 0 <= timeout <= _LONGEST:
         rule = f"timeout must be seconds, from 0 to {_LONGEST:.0f}, got {timeout!r}."
         raise RequestError(rule, "timeout")

@@ -12,7 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from jserve.config import Config
-from jserve.engine.ranks import start_worker
+from jserve.engine.ranks import answer_timeout, start_worker
 from jserve.errors import ConfigError, EngineDeadError, WeightError
 from jserve.types import Control, Progress
 
@@ -23,11 +23,13 @@ _PATIENCE = 5.0  # seconds that a serving engine gets to end by itself
 
 class EngineLife:
     """Attributes: `worker`, the process or thread, or several as one; `failure`, what the engine
-    said before it ends; `ended`, why there is no engine any more. Both are "" while it lives. A
+    said before it ends; `ended`, why there is no engine any more. Both are "" while it lives.
+    `patience`: seconds for it to answer a question, None where that is sure to be answered. A
     forked process can neither use nor end it: for that one it has ended."""
 
     def __init__(self, config: Config, builder: str, inline: bool) -> None:
         self.worker = start_worker(config, builder, inline)
+        self.patience = answer_timeout(config)
         self.failure = ""
         self.ended = ""
         self.forked = False  # whether this is a forked process

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from jserve.engine.requests import expand
+from jserve.engine.sendable import check_sendable
 from jserve.engine.unsupported import GENERATE, is_idle, refused
 from jserve.errors import RequestError
 from jserve.types.wording import nearest_name
@@ -41,13 +42,19 @@ def python_arguments(given: Sequence[Any], options: Mapping[str, Any]) -> dict[s
             raise RequestError(f"{name} is given twice, by position and by name.", name)
     known: dict[str, Any] = {}
     for name, value in (named | dict(options)).items():
-        if name in _KNOWN:
-            known |= {} if value is None else {name: _plain(value)}
-        elif name not in _NOTHING:
+        if name not in _KNOWN and name not in _NOTHING:
             near = nearest_name(name, _KNOWN)
             hint = f"; did you mean {near}?" if near else "."
             raise RequestError(f"{name} is not an argument of generate{hint}", name)
-        elif not is_idle(_plain(value), _NOTHING[name]):
+        try:
+            value = _plain(value)
+        except RecursionError:
+            raise RequestError(f"{name} is nested too deeply.", name) from None
+        if name != "prompt":  # long; the tokenizer tells
+            check_sendable(name, value)
+        if name in _KNOWN:
+            known |= {} if value is None else {name: value}
+        elif not is_idle(value, _NOTHING[name]):
             raise RequestError(f"{name} is not supported yet.", name)
     return known
 

@@ -1,32 +1,54 @@
-"""Open questions to the engine, each answered once, on the event loop that asked."""
+"""Open questions to the engine, each answered once, on the event loop that asked, or not in time:
+one that is deaf (stopped from outside, or in a step that takes long) holds up nobody who asks.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from jserve.errors import EngineDeadError
+from jserve.engine.sendable import SENT, check_sendable
+from jserve.errors import EngineDeadError, RequestError, TimedOutError
 from jserve.types import Control, ControlReply
 
 
-class Questions:
-    """`ask` runs on event loops; `settle` and `fail` on the thread that reads the replies."""
+def check_question(op: Any, args: Mapping[str, Any]) -> None:
+    """Raises RequestError naming what cannot be sent, or is of another type."""
+    check_sendable("op", op)
+    if type(op) is not str:
+        raise RequestError(f"op must be a string, got {op!r}.", "op")
+    for name, value in args.items():
+        check_sendable("args", name)
+        check_sendable(name, value, SENT)
+        if type(value) not in (str, int, float, bool):
+            raise RequestError(f"{name} must be a string or a number, got {value!r}.", name)
 
-    def __init__(self) -> None:
+
+class Questions:
+    """`ask` runs on event loops; `settle` and `fail` on the thread that reads the replies. None
+    waits longer than `patience` seconds, if those are given."""
+
+    def __init__(self, patience: float | None) -> None:
+        self._patience = patience
         self._open: dict[str, asyncio.Future[ControlReply]] = {}
 
     async def ask(
         self, op: str, send: Callable[[Control], None], **args: str | int | float | bool
     ) -> ControlReply:
-        """Raises what `send` raises, or EngineDeadError."""
+        """Raises what `send` raises, EngineDeadError, or TimedOutError; then the engine may still
+        do what it was asked."""
         question = Control(id=uuid.uuid4().hex, op=op, args=args)
         future = asyncio.get_running_loop().create_future()
         self._open[question.id] = future
         try:
             send(question)
-            return await future
+            return await asyncio.wait_for(future, self._patience)
+        except TimeoutError:
+            why = f"no answer of the engine within {self._patience:g} s"
+            raise TimedOutError(f"{op}: {why}.") from None
         finally:
             del self._open[question.id]
 

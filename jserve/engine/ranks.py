@@ -45,7 +45,7 @@ from jserve.types import (
 
 logger = logging.getLogger("jserve.engine")
 
-ANSWER_TIMEOUT = 10.0  # seconds for a rank to answer a Control
+ANSWER_TIMEOUT = 10.0  # seconds for an engine, or one rank of several, to answer a Control
 _PATIENCE = 5.0  # seconds for a thread that follows a rank to see its end
 
 
@@ -83,6 +83,11 @@ def start_worker(config: Config, builder: str, inline: bool) -> Worker:
             undo.callback(workers[-1].stop, 0.0)
         undo.pop_all()
     return Ranks(workers, placement)
+
+
+def answer_timeout(config: Config) -> float | None:
+    """Seconds to wait for an answer; None where a Front answers for its ranks."""
+    return ANSWER_TIMEOUT if num_replicas(config.execution) == 1 else None
 
 
 class Ranks:

@@ -62,8 +62,7 @@ def expand(
         raise RequestError("prompt must not be an empty list.", "prompt")
     if batch and isinstance(rid, str):
         rid = [f"{rid}_{i}" for i in range(size)]
-    ids: Any = token_ids_logprob or []
-    ids = tuple(ids) if all(type(token) is int for token in ids) else ids  # one value for all
+    ids = _one_value(token_ids_logprob)
     scored = _scored(return_logprob, size)
     rank = one_rank(routed_dp_rank, data_parallel_rank)
     columns = {
@@ -138,6 +137,13 @@ def _scored(value: Any, size: int) -> list[Any]:
         rule = f"return_logprob must be true or false, got {wrong[0]!r}."
         raise RequestError(rule, "return_logprob")
     return column
+
+
+def _one_value(ids: Any) -> Any:
+    """A list of nothing but token ids is for every prompt."""
+    ids = () if ids is None else ids
+    plain = isinstance(ids, list | tuple) and all(type(token) is int for token in ids)
+    return tuple(ids) if plain else ids
 
 
 def _where(name: str, value: Any, scored: list[Any]) -> list[Any]:

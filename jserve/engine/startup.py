@@ -96,10 +96,11 @@ def _build(
 
     started = time.monotonic()
     claim_devices(config)
-    devices = own_devices(config)
     checkpoint = open_checkpoint(config.model, find_architecture)
     model_config = model_config_of(checkpoint)
-    resolved = resolve(config, model_config, _device_facts(config, devices))
+    devices = own_devices(config)  # last: what is wrong with the model needs none
+    found = _device_facts(config, devices)
+    resolved = resolve(config, model_config, found)
     rules = _rules(devices, resolved)
     model = build_model(
         model_config,
@@ -123,6 +124,7 @@ def _build(
         progress("compile"),
         compilation_cache_dir=cache_folder,
         facts=(model_config,),
+        host_bytes=found.memory_bytes if found.platform == "cpu" else None,
     )
     tokenizer = loading.result()
     model_config = with_ends(model_config, tokenizer)

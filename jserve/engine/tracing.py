@@ -22,6 +22,15 @@ _INSTALL = "--enable-trace needs OpenTelemetry: pip install 'jserve[otel]'"
 _TIMEOUT = 2  # seconds to send a batch
 
 
+def require_telemetry() -> None:
+    """Raises ConfigError without the package."""
+    try:
+        for name in ("sdk.trace.export", "exporter.otlp.proto.grpc.trace_exporter"):
+            importlib.import_module(f"opentelemetry.{name}")
+    except ImportError as error:
+        raise ConfigError(f"{_INSTALL} ({error})") from None
+
+
 class Tracer:
     """A Reporter.
 
@@ -34,15 +43,13 @@ class Tracer:
     """
 
     def __init__(self, endpoint: str, service: str, exporter: Any = None) -> None:
-        try:
-            self._api = importlib.import_module("opentelemetry.trace")
-            sdk = importlib.import_module("opentelemetry.sdk.trace")
-            export = importlib.import_module("opentelemetry.sdk.trace.export")
-            resources = importlib.import_module("opentelemetry.sdk.resources")
-            propagation = importlib.import_module("opentelemetry.trace.propagation.tracecontext")
-            otlp = importlib.import_module("opentelemetry.exporter.otlp.proto.grpc.trace_exporter")
-        except ImportError as error:
-            raise ConfigError(f"{_INSTALL} ({error})") from None
+        require_telemetry()
+        self._api = importlib.import_module("opentelemetry.trace")
+        sdk = importlib.import_module("opentelemetry.sdk.trace")
+        export = importlib.import_module("opentelemetry.sdk.trace.export")
+        resources = importlib.import_module("opentelemetry.sdk.resources")
+        propagation = importlib.import_module("opentelemetry.trace.propagation.tracecontext")
+        otlp = importlib.import_module("opentelemetry.exporter.otlp.proto.grpc.trace_exporter")
         resource = resources.Resource.create({"service.name": "jserve", "jserve.model": service})
         self._provider = sdk.TracerProvider(resource=resource, shutdown_on_exit=False)
         if exporter is None:

@@ -18,7 +18,7 @@ from jserve.lang.sampling import SYNTAXES, MoreArguments, Sampling, dtype_name
 from jserve.lang.shown import check_text
 from jserve.lang.site import caller
 from jserve.parsers.reasoning import check_model_type
-from jserve.types.wording import nearest_name
+from jserve.types.wording import nearest_name, written
 
 
 def gen(
@@ -165,14 +165,16 @@ def select(
     if isinstance(choices, Iterable) and not isinstance(choices, str):
         given = tuple(choices)  # once: it may be a generator
     if not given or not all(isinstance(one, str) for one in given):
-        raise ExpressionError(f"select needs a list of texts as choices, got {choices!r}.")
+        raise ExpressionError(f"select needs a list of texts as choices, got {written(choices)}.")
     for one in given:
         check_text(one)
     if not isinstance(choices_method, ChoicesMethod):
         names = (
             "token_length_normalized, greedy_token_selection, unconditional_likelihood_normalized"
         )
-        raise ExpressionError(f"choices_method must be one of {names}, got {choices_method!r}.")
+        raise ExpressionError(
+            f"choices_method must be one of {names}, got {written(choices_method)}."
+        )
     return ir.Select(name, given, temperature, choices_method, caller())
 
 

@@ -13,6 +13,7 @@ import tqdm
 
 from jserve.lang.errors import ExpressionError
 from jserve.lang.state import ProgramState
+from jserve.types.wording import written
 
 CHUNK = 200  # items that a generator has under way at most
 Arguments = Mapping[str, Any]
@@ -66,7 +67,7 @@ def threads(wanted: int | str, size: int) -> int:
     if wanted == "auto":
         wanted = max(96, 16 * (os.cpu_count() or 1))
     if not isinstance(wanted, int) or wanted < 1:
-        raise ExpressionError(f"num_threads must be auto or >= 1, got {wanted!r}.")
+        raise ExpressionError(f"num_threads must be auto or >= 1, got {written(wanted)}.")
     return min(wanted, size)
 
 

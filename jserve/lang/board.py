@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from jserve.lang.errors import ExpressionError
 from jserve.lang.growing import GrowingText
+from jserve.types.wording import written
 
 _T = TypeVar("_T")
 #: Of meta information: lists that grow with the text.
@@ -201,7 +202,7 @@ class Board:
         if (known and self._pending) or (self._others_write() and not self._ended):
             return _NOTHING
         names = ", ".join(sorted(self._declared)) or "none"
-        raise KeyError(f"the program has no variable {name!r}; it has: {names}")
+        raise KeyError(f"the program has no variable {written(name)}; it has: {names}")
 
     def _wait(self, look: Callable[[], _T], what: str, timeout: float | None) -> _T:
         deadline = None if timeout is None else time.monotonic() + timeout

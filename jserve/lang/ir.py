@@ -15,6 +15,7 @@ from jserve.lang.errors import ExpressionError
 from jserve.lang.sampling import Sampling
 from jserve.lang.shown import check_text, shown
 from jserve.lang.site import Site, caller
+from jserve.types.wording import written
 
 
 class Expr:
@@ -205,7 +206,7 @@ def as_expr(value: Any) -> Expr:
         return ExprList(tuple(part for item in value for part in parts(as_expr(item))))
     if isinstance(value, Said):
         value.refuse()
-    raise ExpressionError(f"s += takes text or an expression such as gen(), got {value!r}.")
+    raise ExpressionError(f"s += takes text or an expression such as gen(), got {written(value)}.")
 
 
 def parts(expr: Expr) -> tuple[Expr, ...]:

@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import threading
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, Unpack, overload
 
 from jserve.lang import batch, tracing
@@ -26,7 +26,7 @@ from jserve.lang.shown import shown
 from jserve.lang.site import caller
 from jserve.lang.state import ProgramState
 from jserve.lang.transcript import Transcript
-from jserve.types.wording import nearest_name
+from jserve.types.wording import nearest_name, written
 
 #: Of a batch: arguments of each run, all by name or all by place.
 Items: TypeAlias = Sequence[Mapping[str, Any]] | Sequence[Sequence[Any]]
@@ -161,6 +161,9 @@ class SglFunction:
         """
         if wrong := sampling.keys() - set(FIELDS):
             raise _no_name(f"run_batch has no argument {min(wrong)}", min(wrong), FIELDS)
+        if not isinstance(batch_kwargs, Iterable):
+            rule = "run_batch takes a list of dicts or tuples"
+            raise ExpressionError(f"{rule}, got {written(batch_kwargs)}.")
         calls = [self._item(item) for item in batch_kwargs]
         base, found = Sampling(**sampling), find_backend(backend)
 
@@ -256,7 +259,9 @@ class SglFunction:
         given = {**arguments, **kwargs}
         for name in sorted(given.keys() & self.bind_arguments.keys()):
             site, value = caller(), self.bind_arguments[name]
-            message = f"{self.__name__}: {name} is bound to {value!r}, what is given goes unheard"
+            message = (
+                f"{self.__name__}: {name} is bound to {written(value)}, what is given goes unheard"
+            )
             warnings.warn_explicit(message, UserWarning, site.file, site.line)
         return given | self.bind_arguments
 
@@ -278,7 +283,8 @@ class SglFunction:
         if isinstance(item, Mapping):
             return self._arguments((), item)
         if not isinstance(item, list | tuple):
-            raise ExpressionError(f"an item of a batch must be a dict or a tuple, got {item!r}.")
+            rule = "an item of a batch must be a dict or a tuple"
+            raise ExpressionError(f"{rule}, got {written(item)}.")
         free = [name for name in self.arg_names if name not in self.bind_arguments]
         must = {one.name for one in self._parameters if one.default is one.empty}
         least = sum(name in must for name in free)

@@ -13,6 +13,7 @@ from typing import Any, TypedDict
 
 from jserve.lang.errors import DtypeError, ExpressionError
 from jserve.lang.shown import check_text
+from jserve.types.wording import written
 
 #: Regex of each dtype, by the names that gen takes.
 _REGEX = {
@@ -91,7 +92,7 @@ def _check_list(name: str, value: Any, kind: type, words: str) -> None:
     if value is None or (kind is str and isinstance(value, str)):
         return
     if not isinstance(value, Collection) or not all(isinstance(one, kind) for one in value):
-        raise ExpressionError(f"{name} must be {words}, got {value!r}.")
+        raise ExpressionError(f"{name} must be {words}, got {written(value)}.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +139,7 @@ class Sampling:
         _check_list("stop_token_ids", self.stop_token_ids, int, "a list of token ids")
         for name, kind, words in _FORMS:
             if not isinstance(value := getattr(self, name), kind | None):
-                raise ExpressionError(f"{name} must be {words}, got {value!r}.")
+                raise ExpressionError(f"{name} must be {words}, got {written(value)}.")
             if isinstance(value, str):
                 check_text(value)
 
@@ -255,7 +256,7 @@ def dtype_name(dtype: str | type) -> str:
     """Raises DtypeError."""
     name = _DTYPES.get(dtype) if isinstance(dtype, str | type) else None
     if name is None:
-        raise DtypeError(f"dtype must be int, float, bool or str, got {dtype!r}.")
+        raise DtypeError(f"dtype must be int, float, bool or str, got {written(dtype)}.")
     return name
 
 

@@ -18,7 +18,9 @@ from jserve.lang.record import Step, all_steps, total_usage
 from jserve.lang.said import said_again
 from jserve.lang.shown import shown
 from jserve.lang.site import caller
+from jserve.types.wording import written
 
+_MOST_BRANCHES = 10_000  # of one fork
 _JOINS = ("gather_variable", "concate_and_append")
 
 
@@ -87,8 +89,9 @@ class ProgramState:
         """`size` branches that go on from here at the same time."""
         if position_ids_offset is not None:
             raise ExpressionError("fork: position_ids_offset is not supported.")
-        if not isinstance(size, int) or size < 1:
-            raise ExpressionError(f"fork: size must be >= 1 and an integer, got {size!r}.")
+        if not isinstance(size, int) or not 1 <= size <= _MOST_BRANCHES:
+            rule = f"size must be an integer in [1, {_MOST_BRANCHES}]"
+            raise ExpressionError(f"fork: {rule}, got {written(size)}.")
         return Branches([ProgramState(one) for one in self.stream_executor.fork(size)], self)
 
     def copy(self) -> Copy:
@@ -241,7 +244,9 @@ class Branches:
         A branch that failed does not fail the join: who reads a variable of it gets its error.
         """
         if mode not in _JOINS:
-            raise ExpressionError(f"join: mode must be one of {', '.join(_JOINS)}, got {mode!r}.")
+            raise ExpressionError(
+                f"join: mode must be one of {', '.join(_JOINS)}, got {written(mode)}."
+            )
         executors = [state.stream_executor for state in self._states]
         for state in self._states:
             state.check_blocks()

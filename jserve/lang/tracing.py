@@ -24,6 +24,7 @@ from jserve.lang.shown import shown
 from jserve.lang.site import Site, caller, innermost
 from jserve.lang.state import Bracket, each, role
 from jserve.lang.transcript import Transcript
+from jserve.types.wording import written
 
 _T = TypeVar("_T")
 #: Operations of a program that are traced: for its picture, and for the text that all runs share.
@@ -176,7 +177,7 @@ class TracerProgramState:
     def get_var(self, name: str, timeout: float | None = None) -> Any:
         self._bounds.count()
         if name not in self._values:
-            raise KeyError(f"the program has no variable {name!r} here")
+            raise KeyError(f"the program has no variable {written(name)} here")
         return self._values[name]
 
     def set_var(self, name: str, value: Any) -> None:

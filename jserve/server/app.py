@@ -19,6 +19,7 @@ from starlette.responses import Response
 
 from jserve.config import Config
 from jserve.config.address import http_url
+from jserve.engine.early import check_early
 from jserve.engine.engine import Engine
 from jserve.errors import JserveError, NotFoundError, RequestError
 from jserve.server.chat import ChatRoutes
@@ -27,7 +28,7 @@ from jserve.server.exchange import Serving
 from jserve.server.guard import Guard
 from jserve.server.health import HealthRoutes
 from jserve.server.http_metrics import HttpMetrics
-from jserve.server.listener import check_early, listen
+from jserve.server.listener import listen
 from jserve.server.loads import LoadRoutes
 from jserve.server.log_control import LogRoutes
 from jserve.server.models import ModelRoutes

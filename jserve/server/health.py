@@ -8,26 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jserve.errors import JserveError, QueueFullError, TimedOutError
+from jserve.errors import EngineDeadError, JserveError, QueueFullError, TimedOutError
 from jserve.server.exchange import Serving, while_connected
 from jserve.server.outputs import finished
-from jserve.types import ControlReply, GenerateRequest, SamplingParams
+from jserve.types import GenerateRequest, SamplingParams
 
 TIMEOUT = 20.0  # seconds
 _BUSY = ("num_running_reqs", "num_queue_reqs")
-
-
-async def answered(question: Awaitable[ControlReply]) -> ControlReply:
-    """Raises TimedOutError when no answer comes within `TIMEOUT`."""
-    try:
-        return await asyncio.wait_for(question, TIMEOUT)
-    except TimeoutError:
-        raise TimedOutError(f"The engine has not answered within {TIMEOUT:g} s.") from None
 
 
 class HealthRoutes:
@@ -57,7 +48,10 @@ class HealthRoutes:
 
     async def _answered(self, among_others: bool) -> None:
         """By the loop between two steps, and with a token."""
-        state = (await self._serving.engine.control("server_info")).payload
+        try:
+            state = (await self._serving.engine.control("server_info")).payload
+        except TimedOutError as error:
+            raise EngineDeadError(str(error)) from None  # as good as dead, for now
         if state.get("paused") or (any(map(state.get, _BUSY)) and not among_others):
             return
         probe = GenerateRequest(

@@ -1,32 +1,13 @@
-"""What comes before a model is loaded: what is known to be wrong by then costs nobody a minute, and
-nobody gets a port that is taken.
-"""
+"""The port, taken before a model is loaded: nobody waits a minute for one that another has."""
 
 from __future__ import annotations
 
 import errno
 import socket
 
-from jserve.config import Config, check_together
-from jserve.config.cache_dir import compilation_cache
-from jserve.engine.sampling_defaults import sampling_defaults
 from jserve.errors import ConfigError
-from jserve.models.architectures import find_architecture
-from jserve.tokenizer.template_dialect import compile_template, read_template
-from jserve.weights.checkpoint import is_here, open_checkpoint
 
 _BACKLOG = 2048
-
-
-def check_early(config: Config) -> None:
-    """Options, the files that they name, and the model unless it is to be downloaded. Raises
-    ConfigError."""
-    check_together(config)
-    compilation_cache(config.execution)
-    if config.model.chat_template is not None:
-        compile_template(read_template(config.model.chat_template))
-    if is_here(config.model.model_path):
-        sampling_defaults(open_checkpoint(config.model, find_architecture))
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -30,7 +30,6 @@ from jserve.server.exchange import (
     stream_response,
     while_connected,
 )
-from jserve.server.health import answered
 from jserve.server.outputs import finished
 from jserve.server.protocol import Body, Int, decode
 from jserve.server.replies import json_response, sse
@@ -129,7 +128,7 @@ class NativeRoutes:
     async def server_info(self, request: Request) -> Response:
         """Every option but the key, what the engine resolved them to, and its state."""
         engine = self._serving.engine
-        reply = await answered(engine.control("server_info"))
+        reply = await engine.control("server_info")
         flags = self._serving.config.flat()
         del flags["api_key"]
         own = reply.payload.get("internal_states")  # of each data-parallel rank

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,14 +65,23 @@ class TokenizerSource:
         )
 
 
+#: A folder of Hugging Face files, the checkpoint's own ends, and the templates that replace the
+#: folder's, if any do.
+ReadFolder = Callable[[Path, set[int], Mapping[str, str]], TokenizerSource]
+
+
 def find_source(
-    checkpoint: Checkpoint, tokenizer_path: str | None, chat_template: str | None
+    checkpoint: Checkpoint,
+    tokenizer_path: str | None,
+    chat_template: str | None,
+    read_folder: ReadFolder | None = None,
 ) -> TokenizerSource:
     """The checkpoint's tokenizer, or the one at `tokenizer_path` (folder, tokenizer.json, .gguf or
     hub id).
 
     `chat_template` (a file, or Jinja text) replaces the tokenizer's own. Random weights without a
-    tokenizer get one that encodes bytes. Raises ConfigError when there is no tokenizer.
+    tokenizer get one that encodes bytes. `read_folder` is in place of transformers. Raises
+    ConfigError when there is no tokenizer.
     """
     templates = {} if chat_template is None else {"default": read_template(chat_template)}
     eos = _config_eos(checkpoint)
@@ -87,13 +96,13 @@ def find_source(
     if path.name == "tokenizer.json":
         path = path.parent
     if path.is_dir() and any((path / name).is_file() for name in _TOKENIZER_FILES):
-        return _from_hf(path, eos, templates)
+        return (read_folder or _from_hf)(path, eos, templates)
     if checkpoint.kind == "dummy" and tokenizer_path is None:
         size = count(_language(checkpoint), "vocab_size", 256)
         return byte_source(size, eos, templates or {"default": _PLAIN_TEMPLATE})
-    raise ConfigError(
-        f"{path}: no tokenizer found ({', '.join(_TOKENIZER_FILES)}); pass --tokenizer-path"
-    )
+    where, remedy = ("--tokenizer-path ", "") if tokenizer_path else ("", "; pass --tokenizer-path")
+    files = ", ".join(_TOKENIZER_FILES)
+    raise ConfigError(f"{where}{path}: no tokenizer found ({files}){remedy}")
 
 
 def byte_source(

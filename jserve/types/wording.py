@@ -32,6 +32,14 @@ def lone_surrogate(text: str) -> bool:
     return False
 
 
+def written(value: object) -> str:
+    """Its repr(), for a message; Python writes no integer of thousands of digits."""
+    try:
+        return repr(value)
+    except ValueError:
+        return f"a {type(value).__name__} with thousands of digits"
+
+
 def plain_types(problem: str) -> str:
     """msgspec's words for what is wrong, without its marks and Python's names of types."""
 
