@@ -33,6 +33,8 @@ class ScriptedBackend:
             time.sleep(float(rest.split()[0]))
         elif command == "die":
             os._exit(3)
+        elif command == "signal":
+            os.kill(os.getpid(), int(rest))
         elif command == "panic":
             raise Panic("index out of bounds")
         elif command == "bad":

@@ -17,7 +17,10 @@ from jserve.engine.local import local_ends
 from jserve.errors import ConfigError
 from jserve.grammar import choice
 from jserve.server import app
+from jserve.tokenizer.first_look import check_tokenizer
+from jserve.tokenizer.loader import load_tokenizer
 from jserve.tokenizer.sources import byte_source
+from jserve.weights.checkpoint import Checkpoint
 
 LLAMA = {
     **{"model_type": "llama", "vocab_size": 300, "hidden_size": 16, "intermediate_size": 16},
@@ -59,11 +62,11 @@ def nothing_at_all(folder: Path) -> None:
 FAULTS = {
     nothing_at_all: r"--tokenizer-path \S+/tok: no such file or folder",
     no_tokenizer: r"--tokenizer-path \S+/tok: no tokenizer found \(tokenizer.json",
-    broken_json: "/tok: the tokenizer cannot be loaded: ",
-    broken_settings: "/tok/tokenizer_config.json: not valid JSON",
-    broken_template_file: "/tok/chat_template.jinja: the chat template, line 1",
-    binary_template_file: "/tok/chat_template.jinja: .*utf-8",
-    broken_template: "/tok/tokenizer_config.json: the chat template, line 1",
+    broken_json: r"--tokenizer-path \S+/tok: the tokenizer cannot be loaded: ",
+    broken_settings: r"--tokenizer-path \S+/tok/tokenizer_config.json: not valid JSON",
+    broken_template_file: r"--tokenizer-path \S+/tok/chat_template.jinja: the chat template, line",
+    binary_template_file: r"--tokenizer-path \S+/tok/chat_template.jinja: .*utf-8",
+    broken_template: r"--tokenizer-path \S+/tok/tokenizer_config.json: the chat template, line 1",
 }
 
 
@@ -108,6 +111,22 @@ def test_the_tokenizer_is_looked_at_where_the_model_is_to_be_downloaded(
     broken_json(Path(flags["tokenizer_path"]))
     with pytest.raises(ConfigError, match="cannot be loaded"):
         check_early(Config.from_flags(**hub))
+
+
+@pytest.mark.parametrize(
+    ("read", "name"),
+    [
+        *((check_tokenizer, name) for name in ("x.gguf", "tokenizer.json")),
+        *((load_tokenizer, name) for name in ("x.gguf", "tokenizer.json", "tokenizer.model")),
+    ],
+)
+def test_a_broken_tokenizer_is_named_with_its_flag_by_whoever_reads_it(
+    tmp_path: Path, read: Callable[..., Any], name: str
+) -> None:
+    (tmp_path / name).write_text("{")
+    path = str(tmp_path if name == "tokenizer.model" else tmp_path / name)
+    with pytest.raises(ConfigError, match=rf"^--tokenizer-path {tmp_path}\S*: "):
+        read(Checkpoint("hub", Path(), {}, {}), path, None)
 
 
 def test_a_template_that_is_replaced_is_not_looked_at(flags: dict[str, Any]) -> None:

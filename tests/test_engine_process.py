@@ -180,7 +180,8 @@ def test_a_killed_api_process_ends_the_engine_process_with_a_message(tmp_path: P
 
 
 def test_ctrl_c_and_a_plain_exit_leave_no_engine_process(tmp_path: Path) -> None:
-    process, pid = run_script("engine.generate('a', {'max_new_tokens': 500})", tmp_path)
+    endless = "while True: engine.generate('a', {'max_new_tokens': 500})"
+    process, pid = run_script(endless, tmp_path)
     time.sleep(0.2)
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=10)

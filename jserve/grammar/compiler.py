@@ -18,9 +18,10 @@ from collections.abc import Callable
 from threading import Lock
 
 from jserve.grammar.backend import GrammarError, GrammarUnavailable, Vocabulary
+from jserve.grammar.endings import ended
 from jserve.grammar.turns import NUM_EXTRA, Turns
 from jserve.grammar.worker import work
-from jserve.grammar.workers import Work, Worker, Workers
+from jserve.grammar.workers import Work, Worker, WorkerEnded, Workers
 from jserve.metrics.meter import NO_METER, Meter
 from jserve.types import CompiledSpec, GrammarSpec
 
@@ -210,9 +211,8 @@ class GrammarCompiler:
             self._meter.count("num_grammar_timeout_total", 1)
             with self._lock:
                 self.counts.timeouts += 1
-        except (EOFError, OSError):
-            most = f"it may use {self._limits.memory_mb} MB; make it smaller"
-            reason = f"its compilation ended its process, probably for want of memory: {most}"
+        except WorkerEnded as error:
+            reason = ended(error.status, self._limits.memory_mb)
             result = _Failure(reason, self._clock() + _FORGET_SECONDS)
             with self._lock:
                 self.counts.crashes += 1

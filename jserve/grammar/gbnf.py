@@ -11,7 +11,8 @@ import dataclasses
 import re
 
 from jserve.grammar.backend import GrammarError
-from jserve.grammar.regex_sets import ALL, Range, complement, union
+from jserve.grammar.gbnf_characters import codes_of, ranges_of, refusal
+from jserve.grammar.regex_sets import ALL
 from jserve.grammar.regex_tree import Alt, Chars, Node, Repeat, Seq
 
 _MAX_DEPTH = 100  # groups in groups
@@ -25,9 +26,9 @@ _TOKEN = re.compile(
     """,
     re.VERBOSE,
 )
-_ESCAPE = re.compile(r"\\(?:x([\da-fA-F]{2})|u([\da-fA-F]{4})|U([\da-fA-F]{8})|(.))|(.)", re.DOTALL)
-_CONTROLS = {"t": 9, "n": 10, "r": 13, "v": 11, "f": 12, "a": 7, "b": 8, "e": 27, "0": 0}
 _LARK = re.compile(r"^\s*(?:%\w+|[A-Za-z_]\w*\s*:(?!:=))", re.MULTILINE)
+_MOST_DIGITS = 6  # of a count, as in regular expressions
+_TOO_MANY = re.compile(rf"(?<!\d)\d{{{_MOST_DIGITS + 1},}}")
 _COUNTS = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 
 
@@ -62,6 +63,14 @@ def check_notation(text: str) -> None:
             f"line {line} is in Lark's notation; ebnf takes GBNF, whose rules are written "
             'root ::= "text" [a-z]+'
         )
+
+
+def check_counts(text: str, start: int, end: int) -> None:
+    """Raises GrammarError for a count between these positions that no library could hold."""
+    found = _TOO_MANY.search(text, start, end)
+    if found is not None:
+        what = f"a count of {found[0][:20]}, which has more than {_MOST_DIGITS} digits,"
+        raise refusal(text, what, found.start())
 
 
 def parse_gbnf(text: str) -> dict[str, Item]:
@@ -133,10 +142,10 @@ class _Reader:
         kind, text, at = self._tokens[self._at]
         self._at += 1
         if kind == "text":
-            codes = self._codes(text[1:-1], at + 1)
+            codes = codes_of(self._text, at + 1, at + len(text) - 1)
             return Seq(tuple(Chars(((code, code),)) for code, _ in codes))
         if kind == "set":
-            return self._set(text[1:-1], at + 1)
+            return Chars(ranges_of(self._text, at + 1, at + len(text) - 1))
         if kind == "name":
             self._named.setdefault(text, at)
             return Ref(text)
@@ -161,6 +170,7 @@ class _Reader:
         self._at += 1
         least, most = _COUNTS.get(text, (0, None))
         if text.startswith("{"):
+            check_counts(self._text, at, at + len(text))
             low, comma, high = (part.strip() for part in text[1:-1].partition(","))
             least = int(low)
             most = (int(high) if high else None) if comma else least
@@ -168,47 +178,5 @@ class _Reader:
             raise self._error(f"a count from {least} to {most}", at)
         return Repeat(item, least, most)  # type: ignore[arg-type]
 
-    def _set(self, text: str, at: int) -> Chars:
-        negated = text.startswith("^")
-        codes = self._codes(text[negated:], at + negated)
-        ranges: list[Range] = []
-        while codes:
-            low, _ = codes.pop(0)
-            if len(codes) > 1 and codes[0] == (ord("-"), False):
-                high, _ = codes[1]
-                del codes[:2]
-                if high < low:
-                    raise self._error("a range that goes backwards", at)
-                ranges.append((low, high))
-            else:
-                ranges.append((low, low))
-        found = complement(ranges) if negated else union(ranges)
-        if not found:
-            raise self._error("a set of nothing", at)
-        return Chars(found)
-
-    def _codes(self, text: str, at: int) -> list[tuple[int, bool]]:
-        """Code points, and whether they were escaped."""
-        codes: list[tuple[int, bool]] = []
-        for found in _ESCAPE.finditer(text):
-            *numbers, escaped, plain = found.groups()
-            number = next((one for one in numbers if one), None)
-            if plain:
-                code = ord(plain)
-            elif number is not None:
-                code = int(number, 16)
-            elif escaped in _CONTROLS:
-                code = _CONTROLS[escaped]
-            elif escaped.isascii() and escaped.isalnum():
-                raise self._error(f"the escape \\{escaped}", at + found.start())
-            else:
-                code = ord(escaped)
-            if code > ALL[-1][1] or 0xD800 <= code < 0xE000:
-                raise self._error(f"the code point {code:x}", at + found.start())
-            codes.append((code, not plain))
-        return codes
-
     def _error(self, what: str, at: int) -> GrammarError:
-        line = self._text.count("\n", 0, at) + 1
-        column = at - self._text.rfind("\n", 0, at)
-        return GrammarError(f"the grammar has {what} in line {line}, column {column}")
+        return refusal(self._text, what, at)

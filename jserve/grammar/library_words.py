@@ -85,6 +85,10 @@ _KNOWN: tuple[tuple[str, Words], ...] = (
         f"it has a pattern {_PATTERN}",
     ),
     (
+        r"schema too large",
+        "what allOf, anyOf and $ref combine to is too large; merge some of their parts",
+    ),
+    (
         r"too large|[Tt]oo many items",
         "it is too large; split it",
     ),

@@ -13,9 +13,10 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits
 
 from jserve.grammar.backend import GrammarError, Vocabulary
+from jserve.grammar.blame import blamed
 from jserve.grammar.contradictions import refuse_contradiction
 from jserve.grammar.library_words import TOO_DEEP, plain_words
-from jserve.grammar.llguidance_source import schema_alone, source_of
+from jserve.grammar.llguidance_source import Source, schema_alone, source_of
 from jserve.grammar.places import too_deep
 from jserve.types import GrammarSpec
 
@@ -51,8 +52,10 @@ class LLGuidanceBackend:
         if message:
             for at, schema in source.schemas if _CONTRADICTION in message else ():
                 refuse_contradiction(schema, at, self._contradiction)
-            raise _refusal(message, spec)
-        self._try(source.text)
+            raise self._refusal(message, spec, source)
+        message = self._tried(source.text)
+        if message:
+            raise self._refusal(message, spec, source)
         for text, place in {text: place for place, text in source.costly[::-1]}.items():
             for seed in range(_TRIALS):
                 self._walk(text, place, np.random.default_rng(seed))
@@ -77,7 +80,23 @@ class LLGuidanceBackend:
         _, _, why = self._message(schema_alone(schema)).partition(_CONTRADICTION)
         return plain_words(why)
 
-    def _try(self, source: str) -> None:
+    def _refusal(self, message: str, spec: GrammarSpec, source: Source) -> GrammarError:
+        """With the place in a schema, where the library says no more than what is wrong."""
+        if TOO_DEEP.search(message):
+            return _refusal(message, spec)
+        reason = plain_words(message)
+        for at, schema in source.schemas:
+            place = blamed(schema, at, reason, self._why)
+            if place:
+                return GrammarError(f"{place}: {reason}")
+        return _refusal(message, spec)
+
+    def _why(self, schema: Mapping[str, Any]) -> str:
+        """What is wrong with a schema on its own, in plain words."""
+        source = schema_alone(schema)
+        return plain_words(self._message(source) or self._tried(source))
+
+    def _tried(self, source: str) -> str:
         """Its limits show when tokens are asked for and taken: one byte of each kind will do."""
         matcher = self._matcher(source, _TRIAL_LIMITS)
         allowed = _allowed(matcher)
@@ -87,9 +106,8 @@ class LLGuidanceBackend:
             tried[-1].consume_token(token)
         for matcher in tried:
             if matcher.is_error():
-                raise GrammarError(plain_words(matcher.get_error()))
-        if not len(allowed):
-            raise GrammarError("no text can satisfy it: no token can begin it")
+                return matcher.get_error()
+        return "" if len(allowed) else "no text can satisfy it: no token can begin it"
 
     def _walk(self, source: str, place: str, rng: np.random.Generator) -> None:
         """Take tokens as an answer might, rather long ones, and see that its limits hold."""

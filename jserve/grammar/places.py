@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jserve.grammar.backend import GrammarError
@@ -45,6 +45,20 @@ def value_too_deep(value: Any) -> GrammarError:
     return _refusal(levels, last.path())
 
 
+def find_place(value: Any, wrong: Callable[[Any], bool], at: str) -> tuple[str, Any] | None:
+    """The first value that is wrong, itself or one within, in the order of its text, and its place,
+    where `at` is that of the whole."""
+    waiting = [_Place(value)]
+    while waiting:
+        place = waiting.pop()
+        if wrong(place.value):
+            path = (escape(str(part)) for part in place.path())
+            return _shown("/".join((at, *path))), place.value
+        if isinstance(place.value, dict | list):
+            waiting += place.inner()[::-1]
+    return None
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Place:
     value: Any
@@ -66,13 +80,17 @@ class _Place:
 
 
 def _refusal(levels: int, path: Sequence[str | int]) -> GrammarError:
-    place = "/".join(("#", *(escape(str(part)) for part in path)))
-    if len(place) > _MOST_SHOWN:
-        place = f"{place[: _MOST_SHOWN // 2]}…{place[-_MOST_SHOWN // 2 :]}"
+    place = _shown("/".join(("#", *(escape(str(part)) for part in path))))
     return GrammarError(
         f"it is nested too deeply: {levels} levels at {place}; put inner parts under $defs, and "
         "refer to them by $ref"
     )
+
+
+def _shown(place: str) -> str:
+    if len(place) > _MOST_SHOWN:
+        return f"{place[: _MOST_SHOWN // 2]}…{place[-_MOST_SHOWN // 2 :]}"
+    return place
 
 
 def _paths(text: str) -> Iterator[list[str | int]]:

@@ -16,8 +16,10 @@ from typing import Any
 
 from jserve.grammar.backend import GrammarError
 from jserve.grammar.formats import FORMAT_PATTERNS, INTEGER_FORMATS, NATIVE_FORMATS
-from jserve.grammar.places import escape, placed, too_deep
+from jserve.grammar.json_text import read_json
+from jserve.grammar.places import escape, placed
 from jserve.grammar.regex_syntax import search_match
+from jserve.grammar.schema_depth import check_depth
 from jserve.grammar.schema_ends import check_ends
 from jserve.grammar.schema_refs import SchemaRefs
 from jserve.grammar.schema_shapes import check_shapes
@@ -42,6 +44,7 @@ _NOT_ENFORCED = frozenset(
 )
 KEYWORDS = _ENFORCED | _NOT_ENFORCED
 _MOST_EXACT = 2**53  # of integers: a double holds all up to it
+_MOST_PARTED = 1e11  # numbers of 15 digits have some behind the point up to it
 _MOST_CHARACTERS, _MOST_COUNTED = 2**32 - 1, 2**63 - 1  # what llguidance holds
 _COUNTS = frozenset(
     {
@@ -75,12 +78,7 @@ class CheckedSchema:
 
 def check_schema(text: str, at: str = "#") -> CheckedSchema:
     """`at` is the place of the schema itself. Raises GrammarError."""
-    try:
-        schema = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_twins)
-    except RecursionError:
-        raise too_deep(text) from None
-    except ValueError as error:
-        raise GrammarError(f"the schema is not JSON: {error}"[:300]) from None
+    schema = read_json(text, "schema", at)
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
@@ -119,6 +117,7 @@ class _Check:
                 "wherever properties are declared"
             )
         check_ends(list(self._seen.values()), self._refs)
+        check_depth(*next(iter(self._seen.values())), self._refs)
 
     def _node(self, node: Schema, at: str) -> None:
         if self._refs_stand_alone and "$ref" in node:
@@ -157,20 +156,6 @@ class _Check:
 
 def refused(keyword: str, at: str, why: str) -> GrammarError:
     return GrammarError(f"{keyword} at {at} {why}")
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _no_twins(pairs: list[tuple[str, Any]]) -> Schema:
-    """Of two values under one name, one would be dropped."""
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        names = [name for name, _ in pairs]
-        twin = next(name for i, name in enumerate(names) if name in names[:i])
-        raise ValueError(f"an object names {json.dumps(twin)[:60]} twice")
-    return made
 
 
 # ---- rewrites: each leaves the set of valid instances as it is
@@ -273,6 +258,26 @@ def _settle_numbers(node: Schema, at: str) -> None:
             value = node.get(keyword)
             if isinstance(value, int) and not _exact(value):
                 raise refused(keyword, at, f"{_short(value)} is more than a double holds exactly")
+        if node.get("type") != "integer":
+            _include(node, exclusive, limit)
+
+
+def _include(node: Schema, exclusive: str, limit: str) -> None:
+    """In place of a whole exclusive limit that is the nearest to 0 of what is allowed, the next
+    number of 15 digits (1e-20 for 0), because with another limit less than 1 away llguidance admits
+    the excluded number too."""
+    value = node.get(exclusive)
+    sign, tighter = (1, max) if limit == "minimum" else (-1, min)
+    if not isinstance(value, int | float) or not 0 <= sign * value < _MOST_PARTED:
+        return
+    if value != int(value):
+        return
+    nearest = sign * 1e-20
+    if value:
+        whole_part = str(abs(int(value)))
+        nearest = sign * float(f"{whole_part}.{'1':0>{15 - len(whole_part)}}")
+    del node[exclusive]
+    node[limit] = tighter(node.get(limit, nearest), nearest)
 
 
 def _exact(value: int) -> bool:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import urllib.parse
 from typing import Any
 
 from jserve.grammar.backend import GrammarError
 
 Schema = dict[str, Any]
+
+_INDEX = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
 class SchemaRefs:
@@ -44,7 +47,7 @@ class SchemaRefs:
             parts = fragment.split("/")[1:]
         for part in parts:
             key = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, list) and key.isdecimal() and int(key) < len(found):
+            if isinstance(found, list) and _INDEX.fullmatch(key) and int(key) < len(found):
                 found = found[int(key)]
             else:
                 found = found.get(key) if isinstance(found, dict) else None

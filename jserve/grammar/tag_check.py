@@ -13,9 +13,11 @@ from typing import Any
 
 from jserve.grammar.backend import GrammarError
 from jserve.grammar.ebnf_check import check_ebnf
-from jserve.grammar.places import escape, placed, too_deep
+from jserve.grammar.json_text import read_json
+from jserve.grammar.places import escape, find_place, placed
 from jserve.grammar.regex_syntax import whole_match
 from jserve.grammar.schema_check import KEYWORDS, refused, whole
+from jserve.grammar.schema_depth import check_depth
 from jserve.grammar.schema_ends import check_ends
 from jserve.grammar.schema_refs import SchemaRefs
 from jserve.grammar.schema_shapes import check_shapes
@@ -64,6 +66,11 @@ _FORMATS: dict[str, frozenset[str]] = {
         "qwen_xml_parameter": "json_schema",
     }.items()
 }
+_COUNTS = frozenset({"min", "max", "max_tokens", "max_chars"})
+_MOST = 2**31 - 1
+#: … and those of schemas.
+_BOUNDS = frozenset({"minimum", "maximum", "minItems", "maxItems"})
+_MOST_BOUND = 2**63 - 1
 #: … of a whole tag: in the new form, in the old one, and of one structure there.
 _TAG = frozenset({"type", "format"})
 _OLD = frozenset({"type", "structures", "triggers", "at_least_one", "stop_after_first", "excludes"})
@@ -76,7 +83,7 @@ def parse_tag(text: str) -> Json:
     """A structural tag in the new form, its patterns and schemas checked. Raises GrammarError."""
     tag = old_form(text)
     if tag is None:
-        tag = json.loads(text)
+        tag = read_json(text, "structural tag")
         _refuse_others(tag, _TAG, "#")
     else:
         tags = [
@@ -102,12 +109,7 @@ def _json_schema(schema: Any, at: str) -> Json:
 
 def old_form(text: str) -> Json | None:
     """The old form as {tags: [(trigger, begin, schema, end)], rest}; None for the new form."""
-    try:
-        tag = json.loads(text)
-    except RecursionError:
-        raise too_deep(text) from None
-    except ValueError as error:
-        raise GrammarError(f"the structural tag is not JSON: {error}"[:300]) from None
+    tag = read_json(text, "structural tag")
     if not isinstance(tag, dict):
         raise GrammarError("a structural tag must be a JSON object")
     if "structures" not in tag:
@@ -144,6 +146,7 @@ def _visit(node: Any, at: str) -> None:
     kind = node.get("type", "tag" if "begin" in node else None)
     if isinstance(kind, str) and kind in _FORMATS:
         _refuse_others(node, _FORMATS[kind] | {"type"}, at)
+        _check_counts(node, at)
     if kind == "json_schema":
         if node.get("style", "json") != "json" or node.get("any_order") or node.get("excludes"):
             raise GrammarError(f"{at}: style, any_order and excludes cannot be enforced")
@@ -154,10 +157,18 @@ def _visit(node: Any, at: str) -> None:
             node["pattern"] = whole_match(node["pattern"])
     elif kind == "grammar" and isinstance(node.get("grammar"), str):
         with placed(f"{at}/grammar"):
-            check_ebnf(node["grammar"])
+            node["grammar"] = check_ebnf(node["grammar"])
     else:
         for key, inner in node.items():
             _visit(inner, f"{at}/{escape(key)}")
+
+
+def _check_counts(node: Json, at: str) -> None:
+    for field in _COUNTS & node.keys():
+        value = node[field]
+        if value is not None and (type(value) is not int or abs(value) > _MOST):
+            shown = str(value)[:20]
+            raise refused(field, at, f"must be an integer of at most {_MOST}, got {shown}")
 
 
 def _refuse_others(node: Json, known: frozenset[str], at: str) -> None:
@@ -185,12 +196,16 @@ def check_tag_schema(schema: Any, at: str) -> Any:
         seen[id(node)] = node, place
         waiting += _inner(node, place, refs)
     check_ends(list(seen.values()), refs)
+    check_depth(schema, at, refs)
     return schema
 
 
 def _inner(node: Json, at: str, refs: SchemaRefs) -> list[tuple[Any, str]]:
     """Check one schema; → those within it."""
     check_shapes(node, at)
+    for keyword in _BOUNDS & node.keys():
+        if abs(node[keyword]) > _MOST_BOUND:
+            raise refused(keyword, at, f"is beyond {_MOST_BOUND}, the most that can be enforced")
     said = KEYWORDS & node.keys()
     alone = [keyword for keyword in _ALONE if keyword in said]
     kind = node.get("type")
@@ -225,12 +240,21 @@ def _lone(node: Json, keyword: str, at: str, refs: SchemaRefs) -> list[tuple[Any
     if keyword == "anyOf":
         return [(one, f"{at}/anyOf/{i}") for i, one in enumerate(node["anyOf"])]
     node[keyword] = whole(node[keyword])
+    rounded = find_place(node[keyword], _is_rounded, f"{at}/{keyword}")
+    if rounded is not None:
+        raise GrammarError(f"{rounded[0]} is more than a double holds exactly")
     values = node["enum"] if keyword == "enum" else [node["const"]]
     kind = node.pop("type", None)
     kinds = kind if isinstance(kind, list) else [kind]
     if kind is not None and not all(any(_IS[k](v) for k in kinds) for v in values):
         raise refused(keyword, at, f"has values that are not of type {json.dumps(kind)}")
     return []
+
+
+def _is_rounded(value: Any) -> bool:
+    """Beyond these, xgrammar writes doubles."""
+    large = type(value) is int and abs(value) > _MOST_BOUND
+    return large and int(float(value)) != value
 
 
 _IS: dict[str, Callable[[Any], bool]] = {

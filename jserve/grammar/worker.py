@@ -21,6 +21,7 @@ from jserve.types import GrammarSpec
 Answer = tuple[bytes, str, bool]
 
 _MAX_PAYLOAD = 64 << 20  # it travels to the engine, and is kept there
+_STACK_OF_THREADS = 2 << 20  # where there is no limit
 _KEPT_SHARE = 4  # of its memory: what a worker may keep of one compilation and go on
 
 
@@ -30,6 +31,7 @@ def work(pipe: Connection, backend_name: str, vocabulary: Vocabulary, memory_mb:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(5)  # decoding comes first
+    _limit_stack()
     serve(pipe, make_backend(backend_name, vocabulary), memory_mb)
 
 
@@ -56,6 +58,13 @@ def serve(pipe: Connection, backend: Backend, memory_mb: int) -> None:
         grown = process.memory_info().rss - start.rss
         again = again and grown < limited // _KEPT_SHARE
         pipe.send((payload, reason, again))
+
+
+def _limit_stack() -> None:
+    """To half of what the threads have that load what is compiled here, and use as much again."""
+    given, most = resource.getrlimit(resource.RLIMIT_STACK)
+    threads = _STACK_OF_THREADS if given == resource.RLIM_INFINITY else given
+    resource.setrlimit(resource.RLIMIT_STACK, (threads // 2, most))
 
 
 def _limit_memory(num_bytes: int) -> None:

@@ -20,9 +20,19 @@ from jserve.types import GrammarSpec
 Work = Callable[..., None]
 
 _START_SECONDS = 120.0  # for a worker to import its backend
+_END_SECONDS = 5.0
 _START_TRIES = 3
 _NUM_SPARE = 1  # idle workers that are kept, and started ahead
 _MOST_STARTING = max(2, (os.cpu_count() or 1) // 2)
+
+
+class WorkerEnded(EOFError):
+    """By itself, while it worked. `status`: what it returned, or the signal that ended it as a
+    negative number; None when that is not known."""
+
+    def __init__(self, status: int | None) -> None:
+        super().__init__(f"{status=}")
+        self.status = status
 
 
 class Worker:
@@ -56,7 +66,12 @@ class Worker:
         return self._pipe.poll(seconds)
 
     def receive(self) -> tuple[bytes, str, bool]:
-        return self._pipe.recv()
+        """Raises WorkerEnded."""
+        try:
+            return self._pipe.recv()
+        except (EOFError, OSError):
+            self._process.join(_END_SECONDS)
+            raise WorkerEnded(self._process.exitcode) from None
 
     def kill(self) -> None:
         """Whoever waits for its answer gets EOFError or OSError, and ends it."""
@@ -64,7 +79,7 @@ class Worker:
 
     def end(self) -> None:
         self._process.kill()
-        self._process.join(5.0)
+        self._process.join(_END_SECONDS)
         self._pipe.close()
 
 

@@ -5,14 +5,13 @@ Imported only by a process that compiles or masks, because xgrammar imports torc
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import torch
 import xgrammar
 
 from jserve.grammar.backend import GrammarError, Vocabulary
 from jserve.grammar.ebnf_check import check_ebnf
+from jserve.grammar.json_text import read_json
 from jserve.grammar.library_words import TOO_DEEP, plain_words
 from jserve.grammar.places import too_deep
 from jserve.grammar.regex_syntax import whole_match
@@ -40,12 +39,13 @@ class XGrammarBackend:
             if spec.kind == "regex":
                 compiled = compiler.compile_regex(whole_match(spec.text))
             elif spec.kind == "ebnf":
-                check_ebnf(spec.text)
-                compiled = compiler.compile_grammar(spec.text)
+                written = check_ebnf(spec.text)
+                xgrammar.Grammar.from_ebnf(spec.text)  # its errors have the caller's columns
+                compiled = compiler.compile_grammar(written)
             elif spec.kind == "structural_tag":
                 compiled = compiler.compile_structural_tag(parse_tag(spec.text))
             else:
-                schema = check_tag_schema(json.loads(spec.text), "#")
+                schema = check_tag_schema(read_json(spec.text, "schema"), "#")
                 compiled = compiler.compile_json_schema(schema, max_whitespace_cnt=2)
             self._check_begins(compiled)
             return compiled.serialize_json().encode()

@@ -6,9 +6,10 @@ Owns that choice and the files, once, at start. It imports neither torch nor jax
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,8 @@ def find_source(
     if tokenizer_path is not None:
         path, metadata = resolve_path(tokenizer_path, None, False, "--tokenizer-path"), {}
         if path.suffix == ".gguf":
-            metadata = read_metadata(path)
+            with _naming_flag(tokenizer_path):
+                metadata = read_metadata(path)
     else:
         path, metadata = checkpoint.path, checkpoint.metadata
     if metadata:
@@ -96,13 +98,25 @@ def find_source(
     if path.name == "tokenizer.json":
         path = path.parent
     if path.is_dir() and any((path / name).is_file() for name in _TOKENIZER_FILES):
-        return (read_folder or _from_hf)(path, eos, templates)
+        with _naming_flag(tokenizer_path):
+            return (read_folder or _from_hf)(path, eos, templates)
     if checkpoint.kind == "dummy" and tokenizer_path is None:
         size = count(_language(checkpoint), "vocab_size", 256)
         return byte_source(size, eos, templates or {"default": _PLAIN_TEMPLATE})
     where, remedy = ("--tokenizer-path ", "") if tokenizer_path else ("", "; pass --tokenizer-path")
     files = ", ".join(_TOKENIZER_FILES)
     raise ConfigError(f"{where}{path}: no tokenizer found ({files}){remedy}")
+
+
+@contextlib.contextmanager
+def _naming_flag(tokenizer_path: str | None) -> Iterator[None]:
+    """Over what reads the tokenizer: its ConfigErrors name the flag, if one says where it is."""
+    try:
+        yield
+    except ConfigError as error:
+        if tokenizer_path is None:
+            raise
+        raise ConfigError(f"--tokenizer-path {error}") from None
 
 
 def byte_source(
