@@ -34,6 +34,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from flax import nnx  # noqa: E402
 
+from jserve.batch import CallContext  # noqa: E402
 from jserve.models.blueprint import Blueprint  # noqa: E402
 from jserve.models.moe import sparse_mlp  # noqa: E402
 from jserve.models.registry import parse_config  # noqa: E402
@@ -59,7 +60,9 @@ def layer_of(make: Blueprint, matmul: Callable[..., jax.Array] | None) -> tuple[
 
     def call(params: Any, x: jax.Array) -> jax.Array:
         merged = nnx.merge(graphdef, jax.tree.unflatten(treedef, params))
-        return nnx.capture(merged, nnx.Intermediate)(x)[0]
+        no_rows: Any = None  # which attention reads
+        context = CallContext(no_rows, jnp.ones(len(x), bool))
+        return nnx.capture(merged, nnx.Intermediate)(x, context)[0]
 
     return call, specs
 

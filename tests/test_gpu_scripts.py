@@ -108,8 +108,9 @@ def test_the_grouped_matmul_is_timed_beside_a_dense_one() -> None:
     assert ours["us"] > 0 and dense["us"] > 0
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("flags", [(), ("--ep", "2", "--tp", "2")])
+@pytest.mark.parametrize(
+    "flags", [(), pytest.param(("--ep", "2", "--tp", "2"), marks=pytest.mark.full)]
+)
 def test_sparse_layers_are_proven_and_timed(flags: tuple[str, ...]) -> None:
     (last,) = dry_run("gpu_moe.py", *flags)
     ways = 2 if flags else 1
