@@ -104,7 +104,7 @@ PROVEN = tuple(
 #: What is timed of each implementation.
 CALLS = {
     "pallas_triton": pallas_triton_latent.attention,
-    "mosaic_gpu_latent": mosaic_gpu_latent.attention,
+    "mosaic_gpu": mosaic_gpu_latent.attention,
     "pallas_triton_interpret": functools.partial(pallas_triton_latent.attention, interpret=True),
 }
 #: Tried by --sweep: heads, block, warps, stages; then splits or stacked queries.
@@ -138,7 +138,7 @@ def main() -> int:
     )
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--tiny", action="store_true")
-    both = ["pallas_triton", "mosaic_gpu_latent"]
+    both = ["pallas_triton", "mosaic_gpu"]
     parser.add_argument("--implementations", nargs="+", choices=CALLS, default=both)
     parser.add_argument("--only", default="", metavar="PART")
     options = parser.parse_args()

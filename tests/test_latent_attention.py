@@ -5,6 +5,7 @@ Every implementation that runs here, against test_attention_op's brute force.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from test_attention_op import DECODE, LAYER, MIXED, NUM_LAYERS, Batch, Case, brute_force, make_batch
 
-from pallas_kernels.attention import AttentionMeta, KVLayer, attend
+from pallas_kernels.attention import AttentionMeta, KVLayer, attend, mosaic_gpu_latent
 
 IMPLEMENTATIONS = ("reference", "xla", "pallas_triton_interpret")
 VALUE_DIM = 64
@@ -122,6 +123,22 @@ def test_kernels_without_the_layout_say_so(implementation: str) -> None:
     case = CASES["mixed"]
     with pytest.raises(NotImplementedError, match=implementation):
         call(case, latent_batch(case), implementation)
+
+
+def test_hoppers_implementation_hands_latents_to_their_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[tuple[float, int | None]] = []
+
+    def attention(q: Any, kv_layer: KVLayer, meta: Any, *, scale: float, **how: Any) -> Any:
+        given.append((scale, kv_layer.value_dim))
+        assert how == {"window": None, "soft_cap": None, "sinks": None}
+        return q[..., :VALUE_DIM]
+
+    monkeypatch.setattr(mosaic_gpu_latent, "attention", attention)
+    case = CASES["mixed"]
+    call(case, latent_batch(case), "mosaic_gpu")
+    assert [dim for _, dim in given] == [VALUE_DIM]
 
 
 @pytest.mark.parametrize("what", ({"window": 8}, {"soft_cap": 2.0}, {"sinks": np.zeros(4)}))

@@ -7,7 +7,6 @@ import functools
 from pallas_kernels.attention import (
     jax_triton,
     mosaic_gpu,
-    mosaic_gpu_latent,
     mosaic_tpu,
     pallas_triton,
     reference,
@@ -16,14 +15,13 @@ from pallas_kernels.attention import (
 
 #: Every implementation reads a pool that holds this step's keys and values: (q, kv_layer, meta, *,
 #: scale, window, soft_cap, sinks) → out [T, H, D]. The interpreted one runs the GPU kernel's code
-#: on CPU, for tests. mosaic_gpu_latent is in no order: of its shapes one was proven on a card.
+#: on CPU, for tests.
 IMPLEMENTATIONS = {
     "reference": reference.attention,
     "xla": xla.attention,
     "pallas_triton": pallas_triton.attention,
     "pallas_triton_interpret": functools.partial(pallas_triton.attention, interpret=True),
     "mosaic_gpu": mosaic_gpu.attention,
-    "mosaic_gpu_latent": mosaic_gpu_latent.attention,
     "jax_triton": jax_triton.attention,
     "mosaic_tpu": mosaic_tpu.attention,
 }

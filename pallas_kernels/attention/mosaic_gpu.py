@@ -23,14 +23,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention import pallas_triton
+from pallas_kernels.attention import mosaic_gpu_latent, pallas_triton
 from pallas_kernels.attention.batch import AttentionMeta, KVLayer
-from pallas_kernels.attention.mosaic_tiles import dealt, num_dealt, tile_table
+from pallas_kernels.attention.mosaic_tiles import LEAST_TOKENS, dealt, num_dealt, tile_table
 from pallas_kernels.attention.tuning import block_sizes
 
 HALF = 64  # queries of one warpgroup
 TILE = 2 * HALF
-LEAST_TOKENS = 512  # of a step; a smaller one gains less than a start loses by compiling this
 LOG2E = math.log2(math.e)
 ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage] -- public, but not re-exported
 MASKED = -1e30  # finite, so that a block without visible keys yields no NaN
@@ -46,11 +45,15 @@ def attention(
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """pallas_triton's attention, with the longer rows of a ragged batch computed here.
+    """pallas_triton's attention, with the longer rows of a ragged batch computed here, or, over a
+    latent pool, by mosaic_gpu_latent.
 
     Raises NotImplementedError for what needs another kernel: other chips than Hopper's, types but
     bfloat16, head_dim but 64 or 128, pages that the copy engine's tiles of 8 tokens do not fit.
     """
+    how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    if kv_layer.value_dim is not None:
+        return mosaic_gpu_latent.attention(q, kv_layer, meta, **how, sinks=sinks)
     device, page_size, head_dim = jax.devices()[0], kv_layer.k.shape[1], q.shape[2]
     if device.platform != "gpu" or device.compute_capability != "9.0":
         raise NotImplementedError(f"mosaic_gpu needs a Hopper GPU, not {device.device_kind}")
@@ -60,7 +63,6 @@ def attention(
         raise NotImplementedError(f"mosaic_gpu cannot tile {head_dim=} {page_size=}")
     if kv_layer.v is None or sinks is not None:
         raise NotImplementedError("mosaic_gpu has no fused layout and no sinks")
-    how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap}
     if meta.max_q_len == 1 or q.shape[0] < LEAST_TOKENS:
         return pallas_triton.attention(q, kv_layer, meta, **how)
     out = prefill(q, kv_layer, meta, **how, **block_sizes("mosaic_gpu.prefill"))

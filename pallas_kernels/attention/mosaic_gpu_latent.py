@@ -27,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention import pallas_triton_latent
 from pallas_kernels.attention.batch import AttentionMeta, KVLayer
-from pallas_kernels.attention.mosaic_tiles import dealt, num_dealt, tile_table
+from pallas_kernels.attention.mosaic_tiles import LEAST_TOKENS, dealt, num_dealt, tile_table
 from pallas_kernels.attention.pallas_blocks import LOG2E, MASKED
 
 ROWS = 64  # query heads of a tile
@@ -35,7 +35,6 @@ BLOCK = 64  # tokens
 VALUE_DIM, REST_DIM = 512, 64  # columns of a key: its value's and the rotated ones
 HALF = VALUE_DIM // 2  # columns that one warpgroup sums
 LEFT, RIGHT, REST = range(3)  # parts of a block's columns, copied one after the other
-LEAST_TOKENS = 512  # of a step; a smaller one gains less than a start loses by compiling this
 ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage] -- public, but not re-exported
 
 

@@ -10,6 +10,8 @@ from jax import lax
 
 from pallas_kernels.attention.batch import AttentionMeta
 
+LEAST_TOKENS = 512  # of a step; a smaller one gains less than a start loses by compiling a kernel
+
 
 def tile_table(
     meta: AttentionMeta, first_page: jax.Array, num_tiles: int, *, queries: int, least: int
