@@ -142,36 +142,39 @@ def _sort_triton(ids: jax.Array, num_experts: int, *, interpret: bool) -> Sorted
         raise NotImplementedError(f"{total} assignments: up to {_MOST_COUNTED} are served")
     if total > _MOST_ORDERED:
         return _count_triton(ids, num_experts, interpret=interpret)
-    padded = max(16, pl.next_power_of_2(total))
-    # Behind the assignments, those of no program at all.
-    flat = jnp.pad(ids.reshape(-1), (0, padded - total), constant_values=num_experts + 1)
     tokens, places, sizes = pl.pallas_call(
         functools.partial(_sort_kernel, top_k=ids.shape[1]),
         grid=(num_experts + 1,),
+        # Of just these sizes: to cut a result off, or to lengthen the argument, is another launch.
         out_shape=(
-            jax.ShapeDtypeStruct((padded + 1,), jnp.int32),  # the last is written in vain
-            jax.ShapeDtypeStruct((padded + 1,), jnp.int32),
-            jax.ShapeDtypeStruct((num_experts + 1,), jnp.int32),
+            jax.ShapeDtypeStruct((total,), jnp.int32),
+            jax.ShapeDtypeStruct((total,), jnp.int32),
+            jax.ShapeDtypeStruct((num_experts,), jnp.int32),
         ),
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="sort_by_expert",
-    )(flat)
-    return Sorted(tokens[:total], places[:total].reshape(ids.shape), sizes[:num_experts])
+    )(ids.reshape(-1))
+    return Sorted(tokens, places.reshape(ids.shape), sizes)
 
 
 def _sort_kernel(
     ids_ref: Any, tokens_ref: Any, places_ref: Any, sizes_ref: Any, *, top_k: int
 ) -> None:
-    """One expert: where its rows begin, and in which order they come."""
-    expert, padded = pl.program_id(0), ids_ref.shape[0]
-    index, ids = jnp.arange(padded), ids_ref[...]
-    mine = ids == expert
-    before = jnp.sum((ids < expert).astype(jnp.int32))
+    """One expert, the last one nobody: where its rows begin, and in which order they come."""
+    expert, total = pl.program_id(0), ids_ref.shape[0]
+    index = jnp.arange(max(16, pl.next_power_of_2(total)))
+    there = index < total
+    ids = ids_ref[jnp.minimum(index, total - 1)]
+    mine = there & (ids == expert)
+    before = jnp.sum((there & (ids < expert)).astype(jnp.int32))
     place = before + jnp.cumsum(mine.astype(jnp.int32)) - 1
-    tokens_ref[jnp.where(mine, place, padded)] = index // top_k
-    places_ref[jnp.where(mine, index, padded)] = place
-    sizes_ref[expert] = jnp.sum(mine.astype(jnp.int32))
+    plgpu.store(tokens_ref.at[jnp.where(mine, place, total)], index // top_k, mask=mine)
+    plgpu.store(places_ref.at[jnp.where(mine, index, total)], place, mask=mine)
+
+    @pl.when(expert < sizes_ref.shape[0])
+    def _count() -> None:
+        sizes_ref[expert] = jnp.sum(mine.astype(jnp.int32))
 
 
 def _count_triton(ids: jax.Array, num_experts: int, *, interpret: bool) -> Sorted:
@@ -196,7 +199,7 @@ def _count_triton(ids: jax.Array, num_experts: int, *, interpret: bool) -> Sorte
         grid=(num_experts + 1,),
         out_shape=(
             jax.ShapeDtypeStruct((blocks, num_experts + 1), jnp.int32),
-            jax.ShapeDtypeStruct((num_experts + 1,), jnp.int32),
+            jax.ShapeDtypeStruct((num_experts,), jnp.int32),
         ),
         compiler_params=plgpu.CompilerParams(num_warps=8, num_stages=1),
         interpret=interpret,
@@ -206,14 +209,14 @@ def _count_triton(ids: jax.Array, num_experts: int, *, interpret: bool) -> Sorte
         functools.partial(_place_kernel, top_k=ids.shape[1]),
         grid=(pl.cdiv(total, _PART),),
         out_shape=(
-            jax.ShapeDtypeStruct((total + 1,), jnp.int32),  # the last is written in vain
-            jax.ShapeDtypeStruct((total + 1,), jnp.int32),
+            jax.ShapeDtypeStruct((total,), jnp.int32),
+            jax.ShapeDtypeStruct((total,), jnp.int32),
         ),
         compiler_params=plgpu.CompilerParams(num_warps=8, num_stages=1),
         interpret=interpret,
         name="place_by_expert",
     )(flat, starts)
-    return Sorted(tokens[:total], places[:total].reshape(ids.shape), sizes[:num_experts])
+    return Sorted(tokens, places.reshape(ids.shape), sizes)
 
 
 def _count_kernel(ids_ref: Any, counts_ref: Any) -> None:
@@ -241,7 +244,10 @@ def _starts_kernel(counts_ref: Any, starts_ref: Any, sizes_ref: Any) -> None:
     before = jnp.sum(jnp.where(jnp.arange(width) < expert, sums, 0))
     own = counts_ref[:, expert]
     starts_ref[:, expert] = before + jnp.cumsum(own) - own
-    sizes_ref[expert] = jnp.sum(own)
+
+    @pl.when(expert < sizes_ref.shape[0])
+    def _count() -> None:
+        sizes_ref[expert] = jnp.sum(own)
 
 
 def _place_kernel(
@@ -249,7 +255,7 @@ def _place_kernel(
 ) -> None:
     """A part of a block: an assignment comes behind those of its expert that the block has before
     it."""
-    first, total = pl.program_id(0) * _PART, tokens_ref.shape[0] - 1
+    first, total = pl.program_id(0) * _PART, tokens_ref.shape[0]
     block = first // _BLOCK
     index, ids = first + jnp.arange(_PART), ids_ref[pl.ds(first, _PART)]
 
@@ -263,8 +269,8 @@ def _place_kernel(
     rank = jax.lax.fori_loop(0, pieces, one_piece, jnp.zeros(_PART, jnp.int32))
     real = index < total
     place = starts_ref[block, jnp.where(real, ids, 0)] + rank
-    tokens_ref[jnp.where(real, place, total)] = index // top_k
-    places_ref[jnp.where(real, index, total)] = place
+    plgpu.store(tokens_ref.at[jnp.where(real, place, total)], index // top_k, mask=real)
+    plgpu.store(places_ref.at[jnp.where(real, index, total)], place, mask=real)
 
 
 def _take_triton(x: jax.Array, rows: jax.Array, *, interpret: bool) -> jax.Array:

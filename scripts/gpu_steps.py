@@ -118,12 +118,13 @@ class Steps:
 
     def compile(self, steps: list[tuple[str, int]]) -> dict[tuple[str, int], Any]:
         """(forward, head) of each step."""
-        shapes, num_rows = self.programs.shapes, [self.rows_of(*step) for step in steps]
+        shapes = self.programs.shapes
+        num_rows = [self.held(self.rows_of(*step)) for step in steps]
         self._masks = allow_everything(num_rows, shapes.vocab, shapes.replicated)
         wanted = [init_program(shapes)]
         for (name, size), rows in zip(steps, num_rows, strict=True):
             kind = Kind.DECODE if name == "decode" else Kind.MIXED
-            wanted.append(self.programs.forward(kind, size))
+            wanted.append(self.programs.forward(kind, self.held(size)))
             wanted.append(self.programs.head(rows, False, False))
 
         def build(program: Any, lowered: Any) -> Any:
@@ -164,6 +165,10 @@ class Steps:
         """Rows of a step, each of which samples."""
         return size if name == "decode" else max(1, size // self.sizes.prompt)
 
+    def held(self, size: int) -> int:
+        """What a program is compiled for that runs a step of this size."""
+        return max(size, self.programs.buckets.rows[0])
+
     def plan(self, name: str, size: int, context: int) -> StepPlan:
         rows = self.rows_of(name, size)
         q_len = 1 if name == "decode" else size // rows
@@ -186,8 +191,9 @@ class Steps:
     def run(self, step: tuple[str, int], programs: Any, context: int, calls: int) -> float:
         """Seconds of one of `calls` steps."""
         (name, size), (forward, head) = step, programs
-        packed = self.programs.layout(name != "decode", size).pack(self.plan(name, size, context))
-        out, mask = None, self._masks[self.rows_of(name, size)]
+        layout = self.programs.layout(name != "decode", self.held(size))
+        packed = layout.pack(self.plan(name, size, context))
+        out, mask = None, self._masks[self.held(self.rows_of(name, size))]
         begin = time.perf_counter()
         for _ in range(calls):
             self._kv, self._state, hidden = forward(self._params, self._kv, self._state, packed)

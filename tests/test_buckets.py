@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jserve.runner import startup
 from jserve.runner.buckets import Buckets, Key, at_least
 from jserve.runner.guard import CompileGuard, RecompileError
 from jserve.runner.manifest import Manifest, Program
@@ -16,14 +20,26 @@ from jserve.runner.manifest import Manifest, Program
 
 @pytest.mark.parametrize("slots", [1, 2, 5, 32, 256])
 @pytest.mark.parametrize("chunk", [16, 64, 100, 256, 8192])
-def test_padding_is_at_most_twice_the_real_size(slots, chunk):
-    buckets = Buckets.of(slots, chunk)
-    assert buckets.rows[0] == 1 and buckets.num_slots == slots
+@pytest.mark.parametrize("least", [1, 2])
+def test_padding_is_at_most_twice_the_real_size(slots, chunk, least):
+    buckets = Buckets.of(slots, chunk, least)
+    assert buckets.rows[0] == min(least, slots) and buckets.num_slots == slots
     assert buckets.tokens[-1] == chunk
     for rows in range(1, slots + 1):
         assert rows <= at_least(buckets.rows, rows)[0] <= 2 * rows
     for tokens in range(2, chunk + 1):
         assert tokens <= at_least(buckets.tokens, tokens)[0] <= 2 * tokens
+
+
+@pytest.mark.parametrize(("platform", "least"), [("cpu", 1), ("tpu", 1), ("gpu", 2)])
+def test_on_gpus_a_single_row_is_computed_beside_a_spare_one(monkeypatch, platform, least):
+    monkeypatch.setattr(startup, "Programs", lambda _, buckets: buckets)
+    monkeypatch.setattr(startup, "Shapes", lambda *args, **kwargs: None)
+    monkeypatch.setattr(startup.Sizing, "shares", lambda _: ())
+    settings: Any = MagicMock(num_slots=16, chunked_prefill_size=64)
+    rules: Any = SimpleNamespace(platform=platform, ranks=None)
+    buckets: Any = startup.Sizing(MagicMock(), rules, settings).programs(8)
+    assert buckets.rows[0] == least and buckets.rows[-1] == 16
 
 
 def test_a_head_that_does_just_what_is_asked_is_preferred_then_one_that_does_more():

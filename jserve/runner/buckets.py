@@ -27,17 +27,17 @@ class Key(NamedTuple):
 class Buckets:
     """Sizes of a step: powers of two, so that padding at most doubles it, and the largest size.
 
-    `rows`: decode rows, and rows that sample. `tokens`: of a mixed step, decode rows included,
-    whose rows are always num_slots; the largest is the chunk.
+    `rows`: decode rows, and rows that sample, from `least` on. `tokens`: of a mixed step, decode
+    rows included, whose rows are always num_slots; the largest is the chunk.
     """
 
     rows: tuple[int, ...]
     tokens: tuple[int, ...]
 
     @classmethod
-    def of(cls, num_slots: int, chunk: int) -> Buckets:
+    def of(cls, num_slots: int, chunk: int, least: int = 1) -> Buckets:
         top = max(2, chunk)  # a step of one token is a decode step
-        return cls((*_powers(1, num_slots), num_slots), (*_powers(2, top), top))
+        return cls((*_powers(least, num_slots), num_slots), (*_powers(2, top), top))
 
     @property
     def num_slots(self) -> int:

@@ -198,7 +198,8 @@ class Sizing:
         chunk = settings.chunked_prefill_size
         if self.rules.ranks is not None:  # one rank's chunk takes every rank's decode rows along
             chunk = max(chunk, settings.num_slots)
-        return Programs(shapes, Buckets.of(settings.num_slots, chunk))
+        least = 2 if self.rules.platform == "gpu" else 1  # XLA's products of one row are no faster
+        return Programs(shapes, Buckets.of(settings.num_slots, chunk, least))
 
     def shares(self) -> tuple[WindowShare, ...]:
         """Of the model's cache groups."""
