@@ -50,6 +50,8 @@ class _Writer:
                 return " ".join(map(self._terminal_part, items)) or _NOTHING
             case Alt(options):
                 return " | ".join(map(self._terminal, options))
+            case Repeat(_, _, 0):  # Lark has no {0,0}
+                return _NOTHING
             case Repeat(item, least, most):
                 return f"({self._terminal(item)}){_count(least, most)}"
         raise AssertionError(f"{node=}")
@@ -66,6 +68,8 @@ class _Writer:
                 return " ".join(self._parts(items)) or _NOTHING
             case Alt(options):
                 return " | ".join(self._rule_part(option) for option in options)
+            case Repeat(_, _, 0):
+                return _NOTHING
             case Repeat(item, least, most):
                 return f"({self._rule(item)}){_count(least, most)}"
         return self._run((node,))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jserve.grammar.backend import GrammarError
@@ -89,8 +89,9 @@ def _structural_tag(text: str) -> Source:
     if tag["rest"].keys() - {"triggers"}:
         extra = min(tag["rest"].keys() - {"triggers"})
         raise GrammarError(f"#/{extra} needs a server with --grammar-backend xgrammar")
+    triggers = list(dict.fromkeys(trigger for trigger, *_ in tag["tags"]))
     names = " | ".join(f"tag_{i}" for i in range(len(tag["tags"])))
-    lines = [f"start: ({names})* TEXT", r"TEXT: /(.|\n)*/"]
+    lines = [f"start: ({names})* FREE", *_free_text(triggers)]
     costly: list[tuple[str, str]] = []
     schemas: list[tuple[str, Mapping[str, Any]]] = []
     for i, (trigger, begin, schema, end) in enumerate(tag["tags"]):
@@ -99,9 +100,20 @@ def _structural_tag(text: str) -> Source:
         written, checked, more = _schema(json.dumps(schema), at)
         costly += more
         schemas.append((at, checked))
-        lines.append(f"head_{i}[lazy]: TEXT {_quote(trigger)}")
-        lines.append(f"tag_{i}: head_{i} {rest} %json {written} {last}")
+        lines.append(f"tag_{i}: HEAD_{triggers.index(trigger)} {rest} %json {written} {last}")
     return Source(_whole("\n".join(lines)), tuple(costly), tuple(schemas))
+
+
+def _free_text(triggers: Sequence[str]) -> Iterator[str]:
+    """FREE has no trigger in it; HEAD_i is free text and the trigger that ends it. Said by sets,
+    because a lazy terminal of one byte is not seen to end right behind a number."""
+    quoted = [_quote(trigger) for trigger in triggers]
+    yield f"TRIGGER: {' | '.join(quoted)}"
+    yield r"ANY: /(.|\n)*/"
+    yield r"SOME: /(.|\n)+/"
+    yield "FREE: ANY & ~(ANY TRIGGER ANY)"
+    for i, trigger in enumerate(quoted):
+        yield f"HEAD_{i}: (ANY {trigger}) & ~(ANY TRIGGER SOME)"
 
 
 _WRITERS = {"regex": _regex, "ebnf": _ebnf, "json": _json, "structural_tag": _structural_tag}

@@ -18,7 +18,9 @@ from jserve.grammar.backend import GrammarError
 from jserve.grammar.formats import FORMAT_PATTERNS, INTEGER_FORMATS, NATIVE_FORMATS
 from jserve.grammar.json_text import read_json
 from jserve.grammar.places import escape, placed
+from jserve.grammar.regex_parser import Parser
 from jserve.grammar.regex_syntax import search_match
+from jserve.grammar.regex_texts import few_texts
 from jserve.grammar.schema_depth import check_depth
 from jserve.grammar.schema_ends import check_ends
 from jserve.grammar.schema_refs import SchemaRefs
@@ -57,6 +59,7 @@ _ONE = ("additionalProperties", "items", "additionalItems")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _MAPS = ("properties", "patternProperties")
 _UNEVALUATED = ("unevaluatedItems", "unevaluatedProperties")
+_MOVED_MAPS = ("patternProperties", "dependentSchemas", "dependencies")
 _IN_PLACE = frozenset({"$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "not"})
 
 _OLD_DRAFT = re.compile(r"draft-0[3467]/")  # what stands beside $ref is ignored there
@@ -99,6 +102,7 @@ class _Check:
         self._refs_stand_alone = bool(_OLD_DRAFT.search(str(root.get("$schema", ""))))
         self._open: list[tuple[Any, str]] = [(root, at)]
         self._seen: dict[int, tuple[Schema, str]] = {}
+        self._moved: dict[int, str] = {}  # the places of schemas that a rewrite may put elsewhere
         self._escaped: str | None = None  # where a name or a value is that JSON writes with \\u
         self.plain_keys = False
         self.patterns: list[tuple[str, Schema]] = []
@@ -106,6 +110,7 @@ class _Check:
     def run(self) -> None:
         while self._open:
             node, at = self._open.pop()
+            at = self._moved.get(id(node), at)
             if isinstance(node, dict) and id(node) not in self._seen:
                 self._seen[id(node)] = node, at
                 self._node(node, at)
@@ -121,9 +126,10 @@ class _Check:
 
     def _node(self, node: Schema, at: str) -> None:
         if self._refs_stand_alone and "$ref" in node:
-            for keyword in node.keys() - {"$ref", "$defs", "definitions", "$id", "id"}:
+            for keyword in KEYWORDS & node.keys() - {"$ref"}:
                 del node[keyword]
         check_shapes(node, at)
+        self._note_places(node, at)
         given = "pattern" in node  # and no format's
         for rewrite in _REWRITES:
             rewrite(node, at)
@@ -145,6 +151,14 @@ class _Check:
         for keyword in _MAPS:
             inner = node.get(keyword, {})
             self._open += [(inner[key], f"{at}/{keyword}/{escape(key)}") for key in inner]
+
+    def _note_places(self, node: Schema, at: str) -> None:
+        for keyword in node.keys() & {*_MOVED_MAPS, *_UNEVALUATED, "additionalProperties"}:
+            value, place = node[keyword], f"{at}/{keyword}"
+            named = value.items() if keyword in _MOVED_MAPS else ()
+            for one, at_one in [(value, place), *((v, f"{place}/{escape(k)}") for k, v in named)]:
+                if isinstance(one, dict):
+                    self._moved.setdefault(id(one), at_one)
 
     def _note_escapes(self, node: Schema, at: str) -> None:
         named = any(node.get(keyword) for keyword in _MAPS)
@@ -181,7 +195,9 @@ _IDLE: dict[str, Callable[[Schema], bool]] = {
     "uniqueItems": lambda node: node["uniqueItems"] is False,
     "propertyNames": lambda node: node["propertyNames"] in (True, {}),
     "dependentRequired": lambda node: not any(node["dependentRequired"].values()),
-    "unevaluatedItems": lambda node: node["unevaluatedItems"] in (True, {}) or "items" in node,
+    "unevaluatedItems": lambda node: (
+        node["unevaluatedItems"] in (True, {}) or isinstance(node.get("items"), dict | bool)
+    ),
     "unevaluatedProperties": lambda node: (
         node["unevaluatedProperties"] in (True, {}) or "additionalProperties" in node
     ),
@@ -192,19 +208,21 @@ def _settle_unevaluated(node: Schema, at: str) -> None:
     """Without subschemas in place, the unevaluated is the additional."""
     if _IN_PLACE & node.keys():
         return
-    for old, new in (
-        ("unevaluatedItems", "items"),
-        ("unevaluatedProperties", "additionalProperties"),
-    ):
-        if old in node and (old != "unevaluatedItems" or "contains" not in node):
-            node[new] = node.pop(old)
+    if "unevaluatedProperties" in node:
+        node["additionalProperties"] = node.pop("unevaluatedProperties")
+    if "unevaluatedItems" in node and "contains" not in node:
+        rest = node.pop("unevaluatedItems")
+        # a list of items has them behind it, where older drafts say nothing else
+        node.setdefault("additionalItems" if "items" in node else "items", rest)
 
 
 def _settle_dependencies(node: Schema, at: str) -> None:
     """A property that is there demands: either it may not be there, or the demand holds."""
-    rules: dict[str, Any] = {}
-    for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
-        rules |= node.pop(keyword, {})
+    rules = [
+        rule
+        for keyword in ("dependentRequired", "dependentSchemas", "dependencies")
+        for rule in node.pop(keyword, {}).items()
+    ]
     demands = [
         {
             "anyOf": [
@@ -214,7 +232,7 @@ def _settle_dependencies(node: Schema, at: str) -> None:
                 else demand,
             ]
         }
-        for name, demand in rules.items()
+        for name, demand in rules
         if demand not in ([], True, {})
     ]
     if demands:
@@ -235,6 +253,14 @@ def _settle_names(node: Schema, at: str) -> None:
     others = node.pop("additionalProperties", True)
     node["patternProperties"] = {names["pattern"]: next(iter(for_all.values()), others)}
     node["additionalProperties"] = False
+
+
+def _settle_others(node: Schema, at: str) -> None:
+    """Side by side, because with another schema between these two llguidance reads the one as if
+    the other were not there."""
+    if node.keys() >= {"patternProperties", "additionalProperties"}:
+        for keyword in ("patternProperties", "additionalProperties"):
+            node[keyword] = node.pop(keyword)
 
 
 def _settle_numbers(node: Schema, at: str) -> None:
@@ -342,6 +368,23 @@ def _pattern(text: str, at: str) -> str:
         return f"^(?:{search_match(text)})$"
 
 
+def _settle_declared(node: Schema, at: str) -> None:
+    """A pattern whose names are all declared allows no others: behind the last of those llguidance
+    would wait for one more, which cannot come. It says what these are."""
+    patterns, declared = node.get("patternProperties", {}), node.get("properties", {})
+    names = declared.keys() | set(node.get("required", ()))
+    for pattern in tuple(patterns):
+        texts = few_texts(Parser(pattern).parse(), len(names))
+        if texts is not None and texts <= names:
+            matched = dict.fromkeys(sorted(texts), patterns[pattern])
+            more = [name for name in node.get("required", ()) if name in texts - declared.keys()]
+            node["properties"] = declared = {**declared, **dict.fromkeys(more, True)}
+            node["allOf"] = [*node.get("allOf", []), {"properties": matched}]
+            del patterns[pattern]
+    if not patterns:
+        node.pop("patternProperties", None)
+
+
 def _check_least_properties(node: Schema, at: str) -> None:
     """An answer can name a property twice, which counts once."""
     least = node.get("minProperties", 0)
@@ -351,5 +394,6 @@ def _check_least_properties(node: Schema, at: str) -> None:
 
 _REWRITES: tuple[Callable[[Schema, str], None], ...] = (
     *(_drop_idle, _settle_unevaluated, _settle_dependencies, _settle_names),
-    *(_settle_numbers, _settle_patterns, _check_least_properties),
+    *(_settle_others, _settle_numbers, _settle_patterns, _settle_declared),
+    _check_least_properties,
 )

@@ -10,6 +10,9 @@ from jserve.grammar.backend import GrammarError
 
 Schema = dict[str, Any]
 
+#: Under these are names, and not keywords; under those are values, and not schemas.
+_NAMES = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_VALUES = frozenset({"const", "enum"})
 _INDEX = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
@@ -21,13 +24,18 @@ class SchemaRefs:
         self._resources: dict[str, Schema] = {"": root}
         self._anchors: dict[tuple[str, str], Schema] = {}
         self._bases: dict[int, str] = {}
-        waiting: list[tuple[Any, str]] = [(root, "")]
+        self._twins: set[str | tuple[str, str]] = set()  # what several schemas are known by
+        waiting: list[tuple[Any, str, str | int]] = [(root, "", "")]
         while waiting:
-            node, base = waiting.pop()
+            node, base, under = waiting.pop()
             if isinstance(node, dict):
                 base = self._note(node, base)
-            inner = node.values() if isinstance(node, dict) else node
-            waiting += [(one, base) for one in inner if isinstance(one, dict | list)]
+            inner = node.items() if isinstance(node, dict) else enumerate(node)
+            waiting += [
+                (one, base, keyword)
+                for keyword, one in inner
+                if isinstance(one, dict | list) and (under in _NAMES or keyword not in _VALUES)
+            ]
 
     def find(self, node: Schema, ref: str, at: str) -> tuple[Any, str]:
         """The schema that `ref` in `node` names, and what to call its place."""
@@ -40,6 +48,8 @@ class SchemaRefs:
         if found is None:
             raise GrammarError(f"$ref at {at} leads out of the schema: {ref[:200]}")
         fragment = urllib.parse.unquote(fragment)
+        if base in self._twins or (base, fragment) in self._twins:
+            raise GrammarError(f"$ref at {at} could mean several schemas: {ref[:200]}")
         if fragment and not fragment.startswith("/"):
             found = self._anchors.get((base, fragment))
             parts = []
@@ -59,11 +69,13 @@ class SchemaRefs:
         """Remember what `node` is known by; → the base of references within it."""
         for keyword in ("$id", "id"):
             name = node.get(keyword)
-            if isinstance(name, str) and not name.startswith("#"):
+            if isinstance(name, str) and name and not name.startswith("#"):
                 base = urllib.parse.urldefrag(urllib.parse.urljoin(base, name))[0]
-                self._resources.setdefault(base, node)
+                if self._resources.setdefault(base, node) is not node:
+                    self._twins.add(base)
         anchor = node.get("$anchor")
-        if isinstance(anchor, str):
-            self._anchors.setdefault((base, anchor), node)
+        known = self._anchors.setdefault((base, anchor), node) if isinstance(anchor, str) else node
+        if isinstance(anchor, str) and known is not node:
+            self._twins.add((base, anchor))
         self._bases[id(node)] = base
         return base

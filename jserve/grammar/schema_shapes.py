@@ -51,12 +51,29 @@ def _type(value: Any) -> bool:
     return bool(kinds) and all(isinstance(kind, str) and kind in _TYPES for kind in kinds)
 
 
+def _map(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _schema_map(value: Any) -> bool:
+    return _map(value) and all(map(_schema, value.values()))
+
+
+def _texts_map(value: Any) -> bool:
+    return _map(value) and all(map(_texts, value.values()))
+
+
+def _dependencies(value: Any) -> bool:
+    return _map(value) and all(_texts(one) or _schema(one) for one in value.values())
+
+
 _TEXT = (lambda value: isinstance(value, str), "a string")
 _COUNT = (_count, "an integer of at least 0")
 _NUMBER = (_number, "a number")
 _LIMIT = (lambda value: _number(value) or isinstance(value, bool), "a number")  # draft 4: a switch
 _SCHEMAS = (_full_list, "a list with at least one schema")
-_MAP = (lambda value: isinstance(value, dict), "an object of schemas")
+_SCHEMA = (_schema, "a schema")
+_MAP = (_map, "an object of schemas")
 
 _SHAPES: Mapping[str, tuple[Holds, str]] = {
     "type": (_type, f"one of {', '.join(_TYPES)}, or a list of them"),
@@ -64,11 +81,16 @@ _SHAPES: Mapping[str, tuple[Holds, str]] = {
     "required": (_texts, "a list of strings"),
     "multipleOf": (lambda value: _number(value) and value > 0, "a number above 0"),
     "items": (lambda value: isinstance(value, dict | bool | list), "a schema"),
-    "additionalItems": (_schema, "a schema"),
-    "additionalProperties": (_schema, "a schema"),
+    "uniqueItems": (lambda value: isinstance(value, bool), "true or false"),
+    "dependentRequired": (_texts_map, "an object of lists of strings"),
+    "dependentSchemas": (_schema_map, "an object of schemas"),
+    "dependencies": (_dependencies, "an object of schemas and of lists of strings"),
+    **dict.fromkeys(("additionalItems", "additionalProperties", "propertyNames"), _SCHEMA),
+    **dict.fromkeys(("unevaluatedItems", "unevaluatedProperties", "contains"), _SCHEMA),
+    **dict.fromkeys(("if", "then", "else", "not"), _SCHEMA),
     **dict.fromkeys(("$ref", "pattern", "format", "$schema"), _TEXT),
     **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems"), _COUNT),
-    **dict.fromkeys(("minProperties", "maxProperties"), _COUNT),
+    **dict.fromkeys(("minProperties", "maxProperties", "minContains", "maxContains"), _COUNT),
     **dict.fromkeys(("minimum", "maximum"), _NUMBER),
     **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), _LIMIT),
     **dict.fromkeys(("anyOf", "allOf", "oneOf", "prefixItems"), _SCHEMAS),

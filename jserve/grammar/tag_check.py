@@ -126,14 +126,26 @@ def old_form(text: str) -> Json | None:
         begin, end = one.get("begin"), one.get("end")
         if not isinstance(begin, str) or not isinstance(end, str):
             raise GrammarError(f"#/structures/{i} needs the texts begin and end")
-        trigger = next((t for t in triggers if begin.startswith(t)), None)
-        if trigger is None:
+        found = [t for t in triggers if begin.startswith(t)]
+        if not found:
             raise GrammarError(f"#/structures/{i}/begin starts with none of the triggers")
-        tags.append((trigger, begin, one.get("schema", {}), end))
+        tags.append((found[0], begin, one.get("schema", {}), end))
     if not tags:
         raise GrammarError("#/structures is empty")
+    _check_triggers(triggers, [begin for _, begin, _, _ in tags], "#/triggers")
     rest = {key: tag[key] for key in tag if key not in ("structures", "type")}
     return {"tags": tags, "rest": rest}
+
+
+def _check_triggers(triggers: list[str], begins: list[str], at: str) -> None:
+    """Raises GrammarError for a trigger that text could not hold, or not go on behind."""
+    for i, trigger in enumerate(triggers):
+        if not any(begin.startswith(trigger) for begin in begins):
+            raise GrammarError(f"{at}/{i} begins none of the tags; leave it out")
+        for other in triggers:
+            if other in trigger[:-1]:
+                shown = json.dumps(other, ensure_ascii=False)[:60]
+                raise GrammarError(f"{at}/{i} holds the trigger {shown}, which ends before it")
 
 
 def _visit(node: Any, at: str) -> None:
@@ -152,15 +164,38 @@ def _visit(node: Any, at: str) -> None:
             raise GrammarError(f"{at}: style, any_order and excludes cannot be enforced")
         node.setdefault("max_whitespace_cnt", _MAX_WHITE_SPACE)
         node["json_schema"] = check_tag_schema(node.get("json_schema", {}), f"{at}/json_schema")
+    elif kind == "qwen_xml_parameter":
+        _check_parameters(node, f"{at}/json_schema")
     elif kind == "regex" and isinstance(node.get("pattern"), str):
         with placed(f"{at}/pattern"):
             node["pattern"] = whole_match(node["pattern"])
     elif kind == "grammar" and isinstance(node.get("grammar"), str):
+        if node.get("syntax", "ebnf") != "ebnf":
+            raise refused("syntax", at, "must be ebnf; no other one can be enforced")
         with placed(f"{at}/grammar"):
             node["grammar"] = check_ebnf(node["grammar"])
     else:
+        if kind == "triggered_tags":
+            _check_triggered(node, at)
         for key, inner in node.items():
             _visit(inner, f"{at}/{escape(key)}")
+
+
+def _check_parameters(node: Json, at: str) -> None:
+    """Of a tag whose properties are elements: the values of these are schemas as elsewhere."""
+    schema = check_tag_schema(node.get("json_schema"), at)
+    if schema.get("type") not in ("object", ["object"]):
+        raise refused("type", at, 'must be "object", whose properties are the parameters')
+
+
+def _check_triggered(node: Json, at: str) -> None:
+    """Its triggers; lists of another form are left to xgrammar."""
+    triggers, tags = node.get("triggers"), node.get("tags")
+    if not isinstance(triggers, list) or not isinstance(tags, list) or not tags:
+        return
+    begins: list[Any] = [one.get("begin") if isinstance(one, dict) else None for one in tags]
+    if all(isinstance(one, str) for one in (*triggers, *begins)) and "" not in triggers:
+        _check_triggers(triggers, begins, f"{at}/triggers")
 
 
 def _check_counts(node: Json, at: str) -> None:
