@@ -271,14 +271,14 @@ def test_a_failed_step_starts_all_ranks_over_and_loses_no_request(
 
 
 REFUSED = {
-    "one rank": ({"tp_size": 2}, "--dp-size ranks, which is 1; --dp-size 2 would work"),
+    "one rank": ({"tp_size": 2}, "--dp-size ranks, which is 1; --dp-size 2 divides --tp-size 2"),
     "no divisor": (
         {"tp_size": 4, "dp_size": 3},
-        "--tp-size 4 devices to --dp-size 3 ranks, .*; --dp-size 2, 4 would work",
+        "--tp-size 4 devices to --dp-size 3 ranks, .*; --dp-size 2, 4 divides --tp-size 4",
     ),
     "no divisor of experts": (
         {"ep_size": 4, "dp_size": 3},
-        "--ep-size 4 devices to --dp-size 3 ranks, .*; --dp-size 2, 4 would work",
+        "--ep-size 4 devices to --dp-size 3 ranks, .*; --dp-size 2, 4 divides --ep-size 4",
     ),
     "one device": ({"dp_size": 2}, "it needs a --tp-size and --dp-size from 2 on"),
     "fewer requests than ranks": (

@@ -5,6 +5,7 @@ need.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 
 import jax
@@ -141,6 +142,46 @@ def test_sizes_of_both_kinds_of_parallelism_are_offered_where_both_are_asked_for
     wanted = r"--tp-size 4 with --ep-size 4 .* size 24.*: --tp-size 1, 2, 3 with this --ep-size;"
     with pytest.raises(ConfigError, match=rf"^{wanted} --ep-size 1, 2 with this --tp-size$"):
         check_split(config, 4, 4)
+
+
+#: (tp, ep, dp), what is changed, what is offered. Of a model with 8 heads and an MLP of 48.
+TOGETHER = {
+    "no experts": ((2, 2, 1), {}, "--ep-size 1 with this --tp-size; --tp-size 4"),
+    "nothing else with this one": ((7, 1, 7), {}, "--tp-size 6 with --dp-size 2; .*-dp-size 6"),
+    "other ranks": ((8, 1, 4), {"num_heads": 1}, ".*; --dp-size 8 with this --tp-size"),
+    "no ranks at all": ((2, 1, 2), {"intermediate_size": 49}, "nothing with .*attention"),
+}
+
+
+@pytest.mark.parametrize("case", TOGETHER)
+def test_sizes_are_offered_together_where_none_alone_would_use_the_devices(case):
+    sizes, change, offered = TOGETHER[case]
+    config = parse_config(hf_dict(oracle("Qwen3Config", **QWEN)))
+    with pytest.raises(ConfigError, match=rf"what does: {offered}$"):
+        check_split(dataclasses.replace(config, **change), *sizes)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_every_size_that_is_offered_works(sparse):
+    moe = MoEConfig(num_experts=6, top_k=2, width=20, shared_width=30, sparse_layers=(True, True))
+    config = parse_config(hf_dict(oracle("Qwen3Config", **QWEN)))
+    config, flags = dataclasses.replace(config, moe=moe if sparse else None), ("tp", "ep", "dp")
+    refused = 0
+    for sizes in itertools.product(range(1, 9), repeat=3):
+        try:
+            check_split(config, *sizes)
+        except ConfigError as error:
+            refused += 1
+            _, _, offers = str(error).partition("what does: ")
+            for offer in offers.split("; ") if "nothing" not in offers else ():
+                found = re.findall(r"--(..)-size ([\d, ]*\d)", offer)
+                named = {flag: [int(n) for n in listed.split(", ")] for flag, listed in found}
+                asked = dict(zip(flags, sizes, strict=True))
+                asked |= {} if "this" in offer else dict.fromkeys(("ep", "dp"), 1)
+                lists = [named.get(flag, [asked[flag]]) for flag in flags]
+                for one in itertools.product(*lists):
+                    check_split(config, *one)
+    assert refused > 200
 
 
 def test_query_heads_that_are_no_multiple_of_kv_heads_are_refused():

@@ -17,14 +17,15 @@ def num_attention_ranks(execution: ExecutionOptions) -> int:
 
 
 def attention_conflicts(execution: ExecutionOptions) -> dict[str, bool]:
-    """What is wrong with it in words, and whether it is."""
+    """What is wrong with it in words, and whether it is. What the model stands against is
+    models/split.py's."""
     if not execution.enable_dp_attention:
         return {}
     dp_size, along = execution.dp_size, "--tp-size" if execution.tp_size > 1 else "--ep-size"
     devices = execution.tp_size if execution.tp_size > 1 else execution.ep_size
     fitting = ", ".join(str(n) for n in range(2, devices + 1) if devices % n == 0)
     needed = "it needs a --tp-size and --dp-size from 2 on"
-    hint = f"--dp-size {fitting} would work" if fitting else needed
+    hint = f"--dp-size {fitting} divides {along} {devices}" if fitting else needed
     return {
         f"--enable-dp-attention deals out attention to --dp-size ranks, which is 1; {hint}": dp_size
         == 1,

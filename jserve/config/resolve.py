@@ -191,8 +191,6 @@ def _conflicts(
         f"--tp-size {tp_size} is over the {device.count} found of --device {platform}": (
             tp_size > device.count
         ),
-        f"--ep-size {ep_size} deals out experts, but --model-path {config.model.model_path} has "
-        f"none; --tp-size {ep_size} would split it": ep_size > 1 and model.moe is None,
         f"--tp-size {tp_size} times --ep-size {ep_size} is over the {device.count} found of "
         f"--device {platform}; --ep-size {device.count // tp_size} is the most": (
             tp_size * ep_size > device.count

@@ -5,10 +5,12 @@ Heads need not divide, head_layout.py pads them; nor need the vocabulary. Knows 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from jserve.errors import ConfigError
 from jserve.types import ModelConfig
+
+_Sizes = Mapping[str, int]  # of --tp-size, --ep-size and --dp-size, in this order
 
 
 def check_split(config: ModelConfig, tp: int, ep: int, dp: int = 1) -> None:
@@ -19,31 +21,61 @@ def check_split(config: ModelConfig, tp: int, ep: int, dp: int = 1) -> None:
     if problem is None:
         return
     asked = {"--tp-size": tp, "--ep-size": ep, "--dp-size": dp}
-    asked = {flag: size for flag, size in asked.items() if size > 1 or flag == "--tp-size"}
-    up_to = range(1, config.num_heads * dp + 1)
-    fitting = {
-        "--tp-size": [n for n in up_to if _works(config, n, ep, dp)],
-        "--ep-size": [n for n in up_to if ep > 1 and _works(config, tp, n, dp)],
-    }
+    given = _given(asked)
+    others = {flag: _others(config, asked, flag) for flag in given}
     works = [
         " with ".join(
-            [f"{flag} {_listed(sizes)}", *(f"this {one}" for one in asked if one != flag)]
+            [f"{flag} {_listed(sizes)}", *(f"this {one}" for one in given if one != flag)]
         )
-        for flag, sizes in fitting.items()
+        for flag, sizes in others.items()
         if sizes
     ]
-    told = " with ".join(f"{flag} {size}" for flag, size in asked.items())
-    raise ConfigError(f"{told} does not fit {problem}; what does: {'; '.join(works) or 'neither'}")
+    most = max((_devices({**asked, f: n}) for f, sizes in others.items() for n in sizes), default=0)
+    works += [_told(sizes) for sizes in _together(config, asked) if _devices(sizes) > most]
+    known = "; ".join(works) or "nothing with --enable-dp-attention"
+    raise ConfigError(f"{_told(asked)} does not fit {problem}; what does: {known}")
 
 
-def _works(config: ModelConfig, tp: int, ep: int, dp: int) -> bool:
+def _others(config: ModelConfig, asked: _Sizes, flag: str) -> list[int]:
+    """What works in place of this size."""
+    least = 2 if flag == "--dp-size" else 1
+    up_to = range(least, max(config.num_heads * asked["--dp-size"], _devices(asked)) + 1)
+    return [size for size in up_to if _works(config, {**asked, flag: size})]
+
+
+def _together(config: ModelConfig, asked: _Sizes) -> list[_Sizes]:
+    """What works on the most devices, no more than were asked for."""
+    ranks = range(2, _devices(asked) + 1) if asked["--dp-size"] > 1 else (1,)
+    for devices in range(_devices(asked), 0, -1):
+        pairs = [(tp, devices // tp) for tp in range(1, devices + 1) if devices % tp == 0]
+        tries = [dict(zip(asked, (*pair, dp), strict=True)) for pair in pairs for dp in ranks]
+        if found := [sizes for sizes in tries if _works(config, sizes)]:
+            return found
+    return []
+
+
+def _works(config: ModelConfig, sizes: _Sizes) -> bool:
+    tp, ep, dp = sizes.values()
     divides = tp % dp == 0 or (tp == 1 and ep % dp == 0)
-    sparse = config.moe is not None or ep == 1
-    return sparse and divides and not any(_problems(config, tp, ep, dp))
+    return divides and not any(_problems(config, tp, ep, dp))
+
+
+def _devices(sizes: _Sizes) -> int:
+    return sizes["--tp-size"] * sizes["--ep-size"]
+
+
+def _told(sizes: _Sizes) -> str:
+    return " with ".join(f"{flag} {sizes[flag]}" for flag in _given(sizes))
+
+
+def _given(sizes: _Sizes) -> list[str]:
+    return [flag for flag, size in sizes.items() if size > 1 or flag == "--tp-size"]
 
 
 def _problems(config: ModelConfig, tp: int, ep: int, dp: int) -> Iterator[str]:
     moe, devices = config.moe, tp * ep
+    if moe is None and ep > 1:
+        yield f"a model without experts, which --ep-size {ep} deals out"
     if moe is not None and moe.num_experts % ep:
         yield f"the model's {moe.num_experts} experts, which --ep-size {ep} does not divide"
     if moe is not None and moe.width % tp:
