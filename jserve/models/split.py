@@ -5,7 +5,7 @@ Heads need not divide, head_layout.py pads them; nor need the vocabulary. Knows 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from jserve.errors import ConfigError
 from jserve.types import ModelConfig
@@ -43,7 +43,7 @@ def _others(config: ModelConfig, asked: _Sizes, flag: str) -> list[int]:
     return [size for size in up_to if _works(config, {**asked, flag: size})]
 
 
-def _together(config: ModelConfig, asked: _Sizes) -> list[_Sizes]:
+def _together(config: ModelConfig, asked: _Sizes) -> Sequence[_Sizes]:
     """What works on the most devices, no more than were asked for."""
     ranks = range(2, _devices(asked) + 1) if asked["--dp-size"] > 1 else (1,)
     for devices in range(_devices(asked), 0, -1):
