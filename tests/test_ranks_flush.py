@@ -1,4 +1,6 @@
-"""A flush of several ranks is of all or of none: of engines side by side, and of one loop's."""
+"""A flush of several ranks is of all or of none: of engines side by side, and of one loop's. And
+what a loop's ranks tell while one has nothing to do.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from jserve.engine.placement import Placement
 from jserve.engine.ranks import Front
 from jserve.engine.stacked_loop import StackedLoop
 from jserve.engine.stacked_rank import RankParts
-from jserve.types import Control, ControlReply, SamplingParams, Submit
+from jserve.types import Control, ControlReply, Gauges, SamplingParams, Submit
 
 
 def replies(front: Front) -> list[ControlReply]:
@@ -78,22 +80,28 @@ class TwoScripts:
         return [flight and flight.read() for flight in self.flights.pop(0)]
 
 
-def test_ranks_of_one_loop_are_flushed_together_at_once_or_not_at_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    runner, (api, end), rests = TwoScripts(), local_ends(), []
-    monkeypatch.setattr(end, "wait", rests.append)
+def stacked(runner: TwoScripts, end: Any) -> tuple[StackedLoop, list[Any]]:
+    """A loop of two ranks, and their schedulers."""
     schedulers = [make_scheduler(1) for _ in range(2)]
     parts = [
         RankParts(i, scheduler, lambda plan: None, runner.ranks[i], {})
         for i, scheduler in enumerate(schedulers)
     ]
     loop = StackedLoop(parts, cast(Any, runner), end, Placement(2, 4), depth=1, page_size=4)
+    return loop, schedulers
 
-    def submit(rid: str, rank: int, count: int) -> None:
-        sampling = SamplingParams(max_new_tokens=count, temperature=0.0)
-        prompt = list(range(1, 33))
-        api.send(Submit(rid=rid, prompt_ids=prompt, sampling=sampling, routed_dp_rank=rank))
+
+def asked(rid: str, rank: int, count: int) -> Submit:
+    sampling, prompt = SamplingParams(max_new_tokens=count, temperature=0.0), list(range(1, 33))
+    return Submit(rid=rid, prompt_ids=prompt, sampling=sampling, routed_dp_rank=rank)
+
+
+def test_ranks_of_one_loop_are_flushed_together_at_once_or_not_at_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner, (api, end), rests = TwoScripts(), local_ends(), []
+    monkeypatch.setattr(end, "wait", rests.append)
+    loop, schedulers = stacked(runner, end)
 
     def flush(ticks: int) -> bool:
         api.send(Control(id="1", op="flush_cache"))
@@ -102,8 +110,8 @@ def test_ranks_of_one_loop_are_flushed_together_at_once_or_not_at_all(
         (reply,) = [one for one in api.drain() if isinstance(one, ControlReply)]
         return reply.ok
 
-    submit("over", 0, 2)
-    submit("long", 1, 60)
+    api.send(asked("over", 0, 2))
+    api.send(asked("long", 1, 60))
     loop.tick()
     while schedulers[0].has_work:
         loop.tick()
@@ -116,3 +124,19 @@ def test_ranks_of_one_loop_are_flushed_together_at_once_or_not_at_all(
     rests.clear()
     assert flush(2) and len(rests) == 1, "it rested between the two questions"
     assert [scheduler.cache.tree.evictable_pages for scheduler in schedulers] == [0, 0]
+
+
+def test_what_all_ranks_have_in_common_is_told_while_the_first_has_nothing_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("jserve.engine.gauges.INTERVAL", 0.0)
+    runner, (api, end) = TwoScripts(), local_ends()
+    loop, _ = stacked(runner, end)
+    api.send(asked("long", 1, 60))
+    told = []
+    for step in range(1, 11):
+        runner.ranks[0].tokens["expert_tokens_total/0"] = step
+        loop.tick()
+        gauges = [one for one in api.drain() if isinstance(one, Gauges)]
+        told += [one.values.get("expert_tokens_total/0", 0) for one in gauges]
+    assert told[-1] == 10 and len(set(told)) > 5, told

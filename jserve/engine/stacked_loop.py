@@ -138,6 +138,8 @@ class StackedLoop:
         for rank, plan, outcome in parts:
             if plan is not None and outcome is not None:
                 rank.commit(plan, outcome, begun or 0.0)
+            else:
+                rank.stand_by()
 
     def _pass_on(self) -> None:
         """What the ranks have said, as one engine's."""

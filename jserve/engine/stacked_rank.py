@@ -105,6 +105,10 @@ class StackedRank:
         if logger.isEnabledFor(logging.INFO):
             self._log.step(plan, begun)
 
+    def stand_by(self) -> None:
+        """The step was the others'; the first rank tells what all have in common."""
+        self._gauges.step()
+
     def rest(self) -> bool:
         """Nothing is in flight for it; whether it has nothing to do either."""
         self.send(self.scheduler.drain())
