@@ -338,7 +338,7 @@ def _sampling(parsed: argparse.Namespace, max_new_tokens: int | None) -> Samplin
     flags = vars(parsed)
     given = {flag.name: flags[flag.name] for flag in _SAMPLING if flags[flag.name] is not None}
     defaults = {"max_new_tokens": max_new_tokens, "temperature": 0.0}
-    syntax = {name: _text(flags[name]) for name in NAMES if flags[name]}
+    syntax = {name: _text(flags[name]) for name in NAMES}
     try:  # before a model is loaded; of which no range here depends
         sampling = SamplingParams(
             **defaults | given,

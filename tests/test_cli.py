@@ -97,6 +97,8 @@ def test_chat_remembers_the_conversation_and_skips_empty_lines(capsys) -> None:
         (["generate", "m", "--prompt", "x", "--stop", ""], "--stop: stop must be non-empty"),
         (["generate", "m", "--prompt", "x", "--stop-regex", "("], "--stop-regex: "),
         (["generate", "m", "--prompt", "x", "--choices", ""], "--choices: "),
+        (["generate", "m", "--prompt", "x", "--json-schema", ""], "--json-schema: "),
+        (["chat", "m", "--regex", "", "--ebnf", "a"], "cannot both hold"),
         (["generate", "m", "--prompt", "x", "--regex", "a", "--ebnf", "b"], "cannot both hold"),
         (["chat", "m", "--sampling-seed", "9" * 20], "--sampling-seed: sampling_seed must be"),
         (["serve", "m", "--dtype", "a\nb"], "got a\\nb"),
