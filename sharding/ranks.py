@@ -99,8 +99,12 @@ class Ranks:
         return lax.all_gather(x, AXIS, tiled=True)
 
     def scatter(self, x: jax.Array) -> jax.Array:
-        """[D · T, …], of which each rank has a part of the sum → [T, …], the sum of this rank's."""
-        return lax.psum_scatter(x, AXIS, tiled=True)
+        """[D · T, …], of which each rank has a part of the sum → [T, …], the sum of this rank's.
+
+        On CPU in float32: XLA aborts on a narrower sum of ranks that have several devices each.
+        """
+        wide = jnp.float32 if self.mesh.devices.flat[0].platform == "cpu" else x.dtype
+        return lax.psum_scatter(x.astype(wide), AXIS, tiled=True).astype(x.dtype)
 
     def own(self, x: jax.Array) -> jax.Array:
         """[D · T, …] that every rank has → [T, …], this rank's."""

@@ -9,10 +9,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import torch
-from tiny_models import hf_dict, oracle
+from jax.sharding import PartitionSpec
+from tiny_models import hf_dict, oracle, rules_of
 
 from jserve.config import Config, DeviceFacts, resolve
 from jserve.engine.engine import Engine
@@ -268,6 +270,21 @@ def test_a_failed_step_starts_all_ranks_over_and_loses_no_request(
         kinds = [reply["meta_info"]["finish_reason"]["type"] for reply in replies]
         assert kinds == ["abort", "length", "abort", "length"]
         assert engine.get_server_info()["num_running_reqs"] == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_ranks_of_several_devices_get_their_sums_in_every_dtype(dtype: str) -> None:
+    rules = rules_of(tp=4, dp=2)
+    ranks, split = rules.ranks, PartitionSpec("data")
+    assert ranks is not None
+
+    def summed(x: jax.Array) -> jax.Array:
+        return ranks.scatter(rules.constrain(x[0], (None, "mlp")))[None]
+
+    parts = np.arange(2 * 6 * 4, dtype=dtype).reshape(2, 6, 4)
+    got = jax.jit(ranks.each(summed, split, split))(parts)
+    assert got.dtype == dtype
+    np.testing.assert_array_equal(np.asarray(got).reshape(6, 4), parts.sum(axis=0))
 
 
 REFUSED = {
