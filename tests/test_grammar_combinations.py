@@ -283,3 +283,14 @@ def test_what_comes_no_time_is_left_out(
     one = backends[name]
     template = one.load(one.compile(GrammarSpec(kind="ebnf", text=text)))
     assert taken(template, ["", "a", "b", "c", "ab", "abc", "ac"]) == sorted(right, key=len)
+
+
+def test_rules_with_recursion_force_nothing_under_llguidance(backend: Backend) -> None:
+    """Its library can look for what comes next without an end."""
+    text = 'root ::= [^b-c] | [^b-c] ( root "c"+ ("a"){0})'
+    matcher = backend.load(backend.compile(GrammarSpec(kind="ebnf", text=text))).fork()
+    for byte in b"aaac":
+        assert matcher.forced() == b"" and matcher.accept(byte)
+    assert matcher.forced() == b""
+    plain = backend.load(backend.compile(GrammarSpec(kind="ebnf", text='root ::= "ab" [cd]')))
+    assert plain.fork().forced() == b"ab"

@@ -26,6 +26,8 @@ _FUEL = 2_000_000
 _LIMITS = LLParserLimits(step_lexer_fuel=_FUEL)
 _TRIAL_LIMITS = LLParserLimits(step_lexer_fuel=_FUEL // 2)
 _TRIALS, _TRIAL_TOKENS = 2, 64
+#: How lark.py begins EBNF with recursion, in which the library may look for forced text for ever.
+_RECURSION = "\nstart: r"
 _CONTRADICTION = "Unsatisfiable schema: "
 
 
@@ -63,7 +65,8 @@ class LLGuidanceBackend:
 
     def load(self, payload: bytes) -> LLGuidanceTemplate:
         source = payload.decode()
-        return LLGuidanceTemplate(lambda: self._matcher(source, _LIMITS), self._words)
+        jumps = _RECURSION not in source
+        return LLGuidanceTemplate(lambda: self._matcher(source, _LIMITS), self._words, jumps)
 
     def _matcher(self, source: str, limits: LLParserLimits) -> LLMatcher:
         return LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
@@ -132,8 +135,8 @@ class LLGuidanceTemplate:
     """Its matchers share a lexer, which an error of one of them spoils for all: then there is a new
     one. The first mask is the same for all answers, and costs as much as a hundred later ones."""
 
-    def __init__(self, make: Callable[[], LLMatcher], words: int) -> None:
-        self._make = make
+    def __init__(self, make: Callable[[], LLMatcher], words: int, jumps: bool = True) -> None:
+        self._make, self.jumps = make, jumps
         self._root: LLMatcher | None = None
         self.first = np.zeros(words, np.int32)
         matcher = self.root().deep_copy()
@@ -197,7 +200,7 @@ class LLGuidanceMatcher:
         del self._taken[len(self._taken) - num_tokens :]
 
     def forced(self) -> bytes:
-        return self._matcher.compute_ff_bytes()
+        return self._matcher.compute_ff_bytes() if self._template.jumps else b""
 
     def _spoiled(self) -> bool:
         """What the lexer is asked shows it; a token that it does not take may be a wrong one."""
