@@ -99,6 +99,7 @@ if __name__ == "__main__":
 """
 
 
+FORKING = "ignore:This process:DeprecationWarning"  # Python 3.12 and newer warn beside threads
 LATE = "the program is ending\n"  # an atexit handler that was there before the engine
 
 
@@ -107,7 +108,7 @@ def ended(what: str, where: str, tmp_path: Path) -> tuple[str, str]:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     done = subprocess.run(
-        [sys.executable, "-X", "dev", str(script), what, where],
+        [sys.executable, "-X", "dev", "-W", FORKING, str(script), what, where],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
