@@ -2,8 +2,8 @@
 
 A file counts when the request runs a line inside one of its functions. What a compiled step runs
 was traced before: there a function counts that ran while the engine compiled. The engine runs in a
-thread here, so that one coverage sees it all; ipc.py stands in for the in-process pair it then uses.
-Prints one line a file, then the sum.
+thread here, so that one coverage sees it all; ipc.py stands in for the in-process pair that it then
+uses. Prints one line a file, then the sum.
 """
 
 from __future__ import annotations
