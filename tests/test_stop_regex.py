@@ -232,6 +232,39 @@ def test_a_slow_pattern_is_refused_by_name_when_its_time_is_up() -> None:
     assert caught.value.param == "stop_regex"
 
 
+def busy(seconds: float) -> None:
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+def test_only_the_time_of_its_own_searches_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that of compiling, nor that of other threads, which the library counts too."""
+    given_up = []
+
+    class Pattern:
+        def search(self, *_: Any, **how: Any) -> None:
+            given_up.append(how["timeout"])
+            busy(stop_regex._BURST / 20)
+            if len(given_up) < 5 or others < 5:
+                raise TimeoutError
+
+    def compiled(_: str) -> stop_regex.StopRegex:
+        busy(2 * stop_regex._BURST)
+        pattern: Any = Pattern()
+        return stop_regex.StopRegex(pattern, pattern)
+
+    monkeypatch.setattr(stop_regex, "compiled", compiled)
+    others = 5
+    watch = RegexFilter(("a", "b"), (), trim=True)
+    assert watch.feed("text") == "text" and len(given_up) == 8  # 4 of them in vain
+    assert given_up == sorted(given_up, reverse=True)
+    others = 0
+    with pytest.raises(RequestError, match="'a' takes too long"):
+        watch.feed("text")
+    assert 15 < len(given_up) < 40
+
+
 def test_compiling_is_bounded_too() -> None:
     """The patterns that take the `regex` module longest, of those that are let through."""
     for repeat in ("{2}", "{3,}?", "{1,9}", "+"):

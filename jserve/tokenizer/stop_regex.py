@@ -85,22 +85,31 @@ class RegexFilter:
         """The pattern that matches from `begin` on, and where; or None, and where a match may begin
         when more text comes.
         """
-        started, spent, first = time.thread_time(), 0.0, len(text)
+        first = len(text)
         for pattern in self._patterns:
-            timeout = self._allowance - spent
-            if timeout <= 0:
-                raise _too_slow(pattern)
             stop = compiled(pattern)
-            try:
-                if match := stop.whole.search(text, begin, timeout=timeout):
-                    return pattern, *match.span()
-                match = stop.begun.search(text, begin, partial=True, timeout=timeout)
-            except TimeoutError:
-                raise _too_slow(pattern) from None
+            if match := self._found(pattern, stop.whole, text, begin):
+                return pattern, *match.span()
+            match = self._found(pattern, stop.begun, text, begin, partial=True)
             first = first if match is None else min(first, match.start())
-            spent = time.thread_time() - started
-        self._allowance = min(self._allowance - spent + self._share, _BURST)
+        self._allowance = min(self._allowance + self._share, _BURST)
         return None, first, len(text)
+
+    def _found(
+        self, pattern: str, stop: regex.Pattern[str], text: str, begin: int, partial: bool = False
+    ) -> regex.Match[str] | None:
+        """The first match, on this thread's allowance. The library counts the time of all threads,
+        so what it gives up too early is searched for again.
+        """
+        while self._allowance > 0:
+            started = time.thread_time()
+            try:
+                return stop.search(text, begin, partial=partial, timeout=self._allowance)
+            except TimeoutError:
+                continue
+            finally:
+                self._allowance -= time.thread_time() - started
+        raise _too_slow(pattern)
 
 
 def text_filter(sampling: SamplingParams) -> StopFilter | RegexFilter:
