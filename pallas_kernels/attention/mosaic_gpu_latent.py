@@ -17,6 +17,7 @@ Shorter rows are pallas_triton_latent's.
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import jax
@@ -35,6 +36,8 @@ BLOCK = 64  # tokens
 VALUE_DIM, REST_DIM = 512, 64  # columns of a key: its value's and the rotated ones
 HALF = VALUE_DIM // 2  # columns that one warpgroup sums
 LEFT, RIGHT, REST = range(3)  # parts of a block's columns, copied one after the other
+#: Before jax 0.12 a load names an index beside the reference.
+WHOLE: Any = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
 ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage] -- public, but not re-exported
 
 
@@ -328,7 +331,7 @@ def _attend_half(
         for part in range(HALF // BLOCK):
             some = values.at[:, pl.ds(part * BLOCK, BLOCK)]
             index = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + begin
-            found = plgpu.load(some, (), layout=layout)
+            found = _load(some, layout)
             some[...] = jnp.where(index < kv_len, found, jnp.zeros((), found.dtype))
         plgpu.commit_smem()
 
@@ -385,14 +388,14 @@ def _attend_half(
             total = total * shrink + sums
             added(0)
             plgpu.barrier_wait(weights_ready.at[1])
-            second = plgpu.load(maxima_smem.at[1], (), layout=reduced)
+            second = _load(maxima_smem.at[1], reduced)
             shrink = jnp.exp2(first - second)
             total *= shrink
             add_values(acc_ref, 1, zero, begin + BLOCK, shrink, masked)
             added(1)
         else:
             plgpu.barrier_wait(weights_ready.at[0])
-            first = plgpu.load(maxima_smem.at[0], (), layout=reduced)
+            first = _load(maxima_smem.at[0], reduced)
             shrink = jnp.exp2(maximum - first)
             add_values(acc_ref, 0, zero, begin, shrink, masked)
             second, sums = weigh(first)
@@ -421,5 +424,9 @@ def _attend_half(
     totals_smem.at[warpgroup][...] = total
     plgpu.barrier_arrive(totals_ready)
     plgpu.barrier_wait(totals_ready)
-    total += plgpu.load(totals_smem.at[1 - warpgroup], (), layout=reduced)
+    total += _load(totals_smem.at[1 - warpgroup], reduced)
     return weighted / lax.broadcast_in_dim(total, weighted.shape, [0])
+
+
+def _load(ref: Any, layout: Any) -> jax.Array:
+    return plgpu.load(ref, *WHOLE, layout=layout)
